@@ -1,0 +1,1 @@
+"""What turns one op into a callable."""

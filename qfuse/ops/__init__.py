@@ -1,0 +1,1 @@
+"""One op, one NAME.py and one NAME.metal."""
