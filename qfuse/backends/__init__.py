@@ -1,1 +1,52 @@
-"""What turns one op into a callable."""
+"""Backends: each turns one op into a callable. ``get("metal")`` finds one by name; ``default()`` the best at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from ..op import Op
+from ..spec import QArray
+
+Weights = Mapping[str, mx.array | QArray]
+
+
+class Backend(Protocol):
+    """What a backend offers. ``lower`` is called once per node, its result once per token."""
+
+    name: str
+
+    def unavailable(self) -> str | None:
+        """Why nothing can run here, or None."""
+
+    def refuses(self, op: Op) -> str | None:
+        """Why this op cannot be lowered, or None."""
+
+    def lower(self, op: Op, weights: Weights) -> Callable[..., Any]:
+        """A callable of the op's inputs in spec order (an absent optional one is None), with its weights bound.
+
+        It returns the output, or a tuple of outputs in spec order.
+        """
+
+
+from . import reference  # noqa: E402 (the protocol above is what a backend module imports)
+
+BACKENDS: dict[str, Backend] = {"reference": reference.ReferenceBackend()}
+
+
+def get(name: str) -> Backend:
+    """The backend called ``name``. Raises ValueError on an unknown name, RuntimeError where it cannot run."""
+    if name not in BACKENDS:
+        raise ValueError(f"[backend] wants one of {', '.join(BACKENDS)}, got {name}")
+    backend = BACKENDS[name]
+    if reason := backend.unavailable():
+        raise RuntimeError(f"[backend] wants one that runs here, got {name}: {reason}")
+    return backend
+
+
+def default() -> tuple[str, ...]:
+    """The names of the backends tried when none are given: a GPU's if there is one, otherwise the reference."""
+    gpu = tuple(name for name in ("metal", "cuda") if name in BACKENDS and not BACKENDS[name].unavailable())
+    return gpu or ("reference",)

@@ -1,0 +1,72 @@
+"""The mixture of experts in each of its modes."""
+
+from __future__ import annotations
+
+from ..ops import ExpertDown, Linear, MOECombine, NormRouter, OProjRouter, RMSNorm, Router, RouteSwiglu, Swiglu
+from .graph import Dims, Graph, make
+
+
+def experts(dims: Dims) -> Graph:
+    """h, hw, x2, router_dot → out: what follows the router in moe_4 and moe_5, 3 dispatches."""
+    g = Graph("experts")
+    h, hw = g.input("h", "B, H"), g.input("hw", "B, H")
+    x2, router_dot = g.input("x2", "B, P", "f32"), g.input("router_dot", "B, E", "f32")
+    s = make(RouteSwiglu, dims)(hw=hw, x2=x2, router_dot=router_dot)
+    d = make(ExpertDown, dims)(act_routed=s.act_routed, act_shared=s.act_shared, indices=s.indices)
+    out = make(MOECombine, dims)(
+        d_routed=d.d_routed, d_shared=d.d_shared, scores=s.scores, shared_gate_logit=s.shared_gate_logit, h=h
+    )  # fmt: skip
+    g.output(out=out)
+    return g
+
+
+def with_router(name: str, mixer: Graph, dims: Dims) -> Graph:
+    """A mixer, which gives a [B, Ka] of x, joined to the MoE's first dispatch; the mixer's other outputs stay."""
+    g = Graph(name)
+    inputs = g.inputs_of(mixer)
+    m = vars(g.include(mixer, **inputs))
+    seam = make(OProjRouter, dims)(a=m.pop("a"), x=inputs["x"])
+    g.output(**seam._asdict(), **m)
+    return g
+
+
+def moe_4(dims: Dims) -> Graph:
+    """a [B, Ka], x → out: the 4-dispatch MoE, with the output projection and the folded router in its first."""
+    g = Graph("moe_4")
+    a, x = g.input("a", "B, Ka"), g.input("x", "B, H")
+    s = make(OProjRouter, dims)(a=a, x=x)
+    g.output(out=g.include(experts(dims), h=s.h, hw=s.hw, x2=s.x2, router_dot=s.router_dot).out)
+    return g
+
+
+def moe_5(dims: Dims) -> Graph:
+    """a [B, Ka], x → out: the output projection a plain layer, which an all-reduce may follow; no folded weights."""
+    g = Graph("moe_5")
+    a, x = g.input("a", "B, Ka"), g.input("x", "B, H")
+    r = make(Linear, {**dims, "N": dims["H"], "K": dims["Ka"]}, "o_proj")(x=a, node="o_proj")
+    g.output(out=g.include(moe_only(dims), r=r, x=x).out)
+    return g
+
+
+def moe_only(dims: Dims) -> Graph:
+    """r [B, H], x → out: the MoE of a layer whose mixer, with output r, is upstream's; 4 dispatches."""
+    g = Graph("moe_only")
+    r, x = g.input("r", "B, H"), g.input("x", "B, H")
+    s = make(NormRouter, dims)(r=r, x=x)
+    g.output(out=g.include(experts(dims), h=s.h, hw=s.hw, x2=s.x2, router_dot=s.router_dot).out)
+    return g
+
+
+def moe_swiglu_only(dims: Dims) -> Graph:
+    """h [B, H] → out: routing by MLX's own ops, then fused gate, up, down and combine without the routing prologue."""
+    g = Graph("moe_swiglu_only")
+    h = g.input("h", "B, H")
+    n = make(RMSNorm, dims, "post_norm")(x=h, node="post_norm")
+    route = make(Router, dims)(n=n)
+    s = make(Swiglu, dims)(n=n, indices=route.indices)
+    d = make(ExpertDown, dims)(act_routed=s.act_routed, act_shared=s.act_shared, indices=route.indices)
+    out = make(MOECombine, dims)(
+        d_routed=d.d_routed, d_shared=d.d_shared, scores=route.scores, shared_gate_logit=route.shared_gate_logit, h=h
+    )  # fmt: skip
+    g.output(out=out)
+    return g

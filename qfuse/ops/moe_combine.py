@@ -1,0 +1,30 @@
+import mlx.core as mx
+
+from ..op import Op, op
+from ..spec import In, Out
+
+
+@op
+class MOECombine(Op):
+    """out = Σ scores·d_routed + sigmoid(shared_gate_logit)·d_shared + h."""
+
+    H: int
+    k: int
+
+    d_routed = In("B, k, H", "f32")
+    d_shared = In("B, H", "f32")
+    scores = In("B, k", "f32", domain="(0, 1)")
+    shared_gate_logit = In("B", "f32")
+    h = In("B, H")
+    out = Out("B, H")
+
+    samples = {
+        "production": {"H": 2048, "k": 8, "B": 1},
+        "small": {"H": 64, "k": 2, "B": 2},
+        "odd": {"H": 101, "k": 3, "B": 3},
+    }
+
+    def reference(self, d_routed, d_shared, scores, shared_gate_logit, h):
+        routed = (scores[..., None] * d_routed).sum(axis=1)
+        shared = mx.sigmoid(shared_gate_logit)[:, None] * d_shared
+        return (routed + shared + h.astype(mx.float32)).astype(h.dtype)

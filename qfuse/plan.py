@@ -1,0 +1,193 @@
+"""Plan: a graph flattened for the hot path, with no networkx in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from . import backends
+from .graphs.graph import Graph, Node
+from .spec import QArray, SpecError, bind
+
+# Primitives that launch nothing: they only describe a buffer in another way.
+VIEWS = frozenset(
+    "AsStrided Broadcast Copy Depends ExpandDims Flatten Reshape Slice Split Squeeze StopGradient Transpose "
+    "Unflatten View".split()
+)
+
+
+@attrs.frozen
+class Step:
+    """One node of a plan: what runs it and, where that is not the first backend asked for, why."""
+
+    node: Node
+    backend: str
+    call: Callable[..., Any] = attrs.field(repr=False)
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    refusals: Mapping[str, str]
+
+
+@attrs.frozen
+class Primitive:
+    """One primitive that MLX records while a plan is traced.
+
+    name: MLX's name. kernel: the kernel's name for a CustomKernel. source: its full generated text.
+    """
+
+    name: str
+    kernel: str = ""
+    source: str = attrs.field(default="", repr=False)
+    grid: tuple[int, int, int] | None = None
+    threadgroup: tuple[int, int, int] | None = None
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it launches nothing on a GPU."""
+        return self.name in VIEWS
+
+
+class Plan:
+    """Runs the nodes of one graph in order. Made by :func:`build`.
+
+    inputs, outputs: names, in the order that :meth:`run` takes and gives them. steps: one per node.
+    """
+
+    def __init__(self, graph: Graph, steps: Sequence[Step], inputs: Sequence[str], outputs: Mapping[str, int]) -> None:
+        self.graph = graph
+        self.steps = tuple(steps)
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self._output_slots = tuple(outputs.values())
+        size = 1 + max([len(inputs), *(slot for step in steps for slot in step.writes)])
+        self._spare = [None] * (size - len(inputs))
+        self._hot = tuple((s.call, s.reads, s.writes if len(s.writes) > 1 else s.writes[0]) for s in steps)
+
+    def run(self, *inputs: Any) -> tuple[Any, ...]:
+        """Run every node on ``inputs`` (in the order of ``self.inputs``; an absent optional one is None).
+
+        Arguments are not checked here, this is once per layer and token; :meth:`debug` checks them.
+        """
+        slots = [*inputs, *self._spare]
+        for call, reads, writes in self._hot:
+            result = call(*[slots[i] for i in reads])
+            if type(writes) is int:
+                slots[writes] = result
+            else:
+                for slot, value in zip(writes, result, strict=True):
+                    slots[slot] = value
+        return tuple([slots[i] for i in self._output_slots])
+
+    def debug(self, *inputs: Any, until: str | None = None) -> dict[str, Any]:
+        """Run with every argument and result checked, and return each tensor as ``node.tensor``.
+
+        until: stop after this node. Raises SpecError at the first value that does not fit its spec.
+        """
+        if len(inputs) != len(self.inputs):
+            raise SpecError(f"[{self.graph.name}] wants {len(self.inputs)} inputs, got {len(inputs)}")
+        if until is not None and until not in {step.node.name for step in self.steps}:
+            raise SpecError(f"[{self.graph.name}] wants a node of the graph, got {until}")
+        slots = [*inputs, *self._spare]
+        seen = dict(zip(self.inputs, inputs, strict=True))
+        for step in self.steps:
+            op, name = step.node.op, step.node.name
+            arguments = [slots[i] for i in step.reads]
+            values = dict(zip(op.inputs(), arguments, strict=True))
+            env = bind(f"{self.graph.name}.{name}", op.inputs().items(), values, op.constants())
+            results = op.as_tuple(step.call(*arguments))
+            outs = op.select("out")
+            bind(f"{self.graph.name}.{name}", outs.items(), dict(zip(outs, results, strict=True)), env)
+            for out, slot, value in zip(outs, step.writes, results, strict=True):
+                slots[slot] = seen[f"{name}.{out}"] = value
+            if name == until:
+                break
+        return seen
+
+    def trace(self, *inputs: Any) -> list[Primitive]:
+        """The primitives that MLX records for one run, in order, without running any of them.
+
+        Works for Metal kernels on a machine without Metal. Handles are passed through as they are, so give a copy.
+        """
+        found: list[Primitive] = []
+
+        def record(event: dict[str, Any]) -> None:
+            if event["type"] == "primitive":
+                found.append(_primitive(event))
+
+        arrays = [i for i, value in enumerate(inputs) if isinstance(value, mx.array)]
+
+        def function(*values: mx.array) -> list[mx.array]:
+            full = list(inputs)
+            for i, value in zip(arrays, values, strict=True):
+                full[i] = value
+            return [out for out in self.run(*full) if isinstance(out, mx.array)]
+
+        mx.export_function(record, function, *[inputs[i] for i in arrays])
+        return found
+
+    def dispatches(self, traced: Sequence[Primitive] | None = None) -> int:
+        """GPU launches: declared by the ops, or counted in a trace with views at 0."""
+        if traced is None:
+            return self.graph.dispatches()
+        return sum(not primitive.is_view for primitive in traced)
+
+    def backends(self) -> Counter[str]:
+        """How many nodes each backend runs."""
+        return Counter(step.backend for step in self.steps)
+
+    def report(self) -> str:
+        """One line a node: number, node, op, backend, dispatches, and why an earlier backend was passed over."""
+        lines = []
+        for number, step in enumerate(self.steps, 1):
+            why = "".join(f"  [{name}: {reason}]" for name, reason in step.refusals.items())
+            lines.append(f"{number:3} {step.node.name:20} {step.backend:10} {step.node.op.dispatches:2}{why}")
+        return "\n".join(lines)
+
+
+def build(graph: Graph, weights: Mapping[str, mx.array | QArray], names: Sequence[str] | None = None) -> Plan:
+    """Flatten ``graph``, each node lowered by the first of the backends in ``names`` that takes its op.
+
+    weights: by ``node.spec`` name, kept by reference. names: default :func:`qfuse.backends.default`; an op that none
+    of them takes falls to the reference, with every reason in the report.
+    Raises SpecError when a weight is missing or does not fit, ValueError on an unknown backend.
+    """
+    chosen = [backends.get(name) for name in (names or backends.default())]
+    slot_of: dict[tuple[str, str], int] = {(name, name): i for i, name in enumerate(graph.inputs())}
+    absent = len(slot_of)  # stays None, for optional inputs that the graph does not wire
+    next_slot = absent + 1
+    steps = []
+    for node in graph.nodes():
+        bound = {}
+        for spec, name in node.weight_names().items():
+            if name not in weights:
+                raise SpecError(f"[{graph.name}.{name}] wants {node.op.specs[spec].text(node.op.constants())}, got nothing")
+            bound[spec] = weights[name]
+        bind(f"{graph.name}.{node.name}", node.op.weights().items(), bound, node.op.constants())
+        refusals: dict[str, str] = {}
+        backend: backends.Backend = backends.BACKENDS["reference"]
+        for candidate in chosen:
+            reason = candidate.refuses(node.op)
+            if reason is None:
+                backend = candidate
+                break
+            refusals[candidate.name] = reason
+        outs = list(node.op.select("out"))
+        writes = tuple(range(next_slot, next_slot + len(outs)))
+        next_slot += len(outs)
+        slot_of.update({(node.name, out): slot for out, slot in zip(outs, writes, strict=True)})
+        reads = tuple(slot_of[node.inputs[arg]] if arg in node.inputs else absent for arg in node.op.inputs())
+        name = "library" if node.op.library else backend.name
+        steps.append(Step(node, name, backend.lower(node.op, bound), reads, writes, refusals))
+    return Plan(graph, steps, list(graph.inputs()), {out: slot_of[source] for out, source in graph.outputs().items()})
+
+
+def _primitive(event: Mapping[str, Any]) -> Primitive:
+    name = event["name"]
+    if name != "CustomKernel":
+        return Primitive(name)
+    kernel, source, *sizes = event["arguments"][:8]
+    return Primitive(name, kernel, source, tuple(sizes[:3]), tuple(sizes[3:]))
