@@ -1,0 +1,297 @@
+"""Adapters: what qfuse must know of mlx-lm's model classes. The only file with their attribute names in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import attrs
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as caches
+from mlx_lm.models import qwen3_5, qwen3_next
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
+
+from .plan import Plan
+from .spec import QArray, Quant
+
+MAX_ROWS = 8
+"""Rows that a decode step may have; more go to upstream, whose batched kernels are made for them."""
+
+PREFILL = "prefill, S > 1"
+
+
+class RefusedError(ValueError):
+    """A layer or a call that is not fused; the text is the reason."""
+
+
+class Adapter(Protocol):
+    """One layer of a model, seen from qfuse."""
+
+    kind: str
+    """gdn or gqa."""
+    dims: Mapping[str, Any]
+    """Op fields and quantisations, see qfuse.graphs.make."""
+    weights: Mapping[str, mx.array | QArray]
+    """The layer's own arrays by ``node.spec`` name."""
+
+    def mix(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        """The mixer by upstream's own modules: r [B, 1, H]."""
+
+    def refuses(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> str | None:
+        """Why this call cannot be fused, or None. Raises TypeError on a cache of the wrong class."""
+
+    def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        """One fused step, x [B, 1, H] → [B, 1, H], the cache brought up to date."""
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a qwen3_5_moe model. Raises RefusedError on any other model."""
+    text = getattr(model, "language_model", model)
+    layers = getattr(getattr(text, "model", None), "layers", None)
+    if not isinstance(text, qwen3_5.TextModel) or not isinstance(layers, list):
+        raise RefusedError(f"[fuse] wants a model of type qwen3_5_moe, got {_kind_of(model)}")
+    if text.args.num_experts <= 0:
+        raise RefusedError(f"[fuse] wants a model with experts, got a dense {_kind_of(model)}")
+    return layers
+
+
+def adapt(layer: nn.Module, *, fold_router: bool) -> Adapter:
+    """Read one decoder layer. Raises RefusedError with the reason why it cannot be fused.
+
+    fold_router: make the folded router weights that o_proj_router takes, the only new memory.
+    """
+    if not isinstance(layer, qwen3_5.DecoderLayer):
+        raise RefusedError(f"layer is a {type(layer).__name__}, not a qwen3_5 DecoderLayer")
+    dims, weights = _moe(layer)
+    mixer = _gdn if layer.is_linear else _gqa
+    more_dims, more_weights, w_o = mixer(layer)
+    dims |= more_dims
+    weights |= more_weights
+    dims["o_proj_router.w_o"] = dims["o_proj.w"] = w_o.quant
+    weights["o_proj_router.w_o"] = weights["o_proj.w"] = w_o
+    if fold_router:
+        weights["o_proj_router.M1"], weights["o_proj_router.Wf"] = _fold(weights)
+    return (GDNAdapter if layer.is_linear else GQAAdapter)(dims=dims, weights=weights)
+
+
+@attrs.frozen(kw_only=True)
+class GDNAdapter:
+    """A layer with a gated delta net. Its cache is an ArraysCache of conv_state and state."""
+
+    kind = "gdn"
+    dims: Mapping[str, Any]
+    weights: Mapping[str, mx.array | QArray]
+
+    def mix(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        return layer.linear_attn(layer.input_layernorm(x), mask, cache)
+
+    def refuses(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> str | None:
+        if reason := refuses_shape(layer, x):
+            return reason
+        if cache is not None:
+            _wants_cache(cache, caches.ArraysCache)
+            if cache.lengths is not None:
+                return "the cache has lengths left from a ragged prefill"
+        if mask is not None and mask.shape != (x.shape[0], 1):
+            return f"mask {tuple(mask.shape)} is not [B, 1]"
+        return None
+
+    def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        B, _, H = x.shape
+        conv_state, state = (cache[0], cache[1]) if cache is not None else (None, None)
+        d = self.dims
+        if conv_state is None:
+            conv_state = mx.zeros((B, d["Kc"] - 1, d["C"]), x.dtype)
+        if state is None:
+            state = mx.zeros((B, d["Hv"], d["Dv"], d["Dk"]), mx.float32)
+        elif state.dtype != mx.float32:
+            state = state.astype(mx.float32)  # caches saved by older mlx-lm hold it in bf16
+        x = x.reshape(B, H)
+        if mask is None:
+            out, conv_state, state = plan.run(x, conv_state, state)
+        else:
+            out, conv_state, state = plan.run(x, conv_state, state, mask.reshape(B))
+        if cache is not None:
+            cache[0], cache[1] = conv_state, state
+            cache.advance(1)
+        return out.reshape(B, 1, H)
+
+
+@attrs.frozen(kw_only=True)
+class GQAAdapter:
+    """A layer with gated attention. Its cache is a KVCache, or a BatchKVCache with an offset per row."""
+
+    kind = "gqa"
+    dims: Mapping[str, Any]
+    weights: Mapping[str, mx.array | QArray]
+
+    def mix(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        return layer.self_attn(layer.input_layernorm(x), mask, cache)
+
+    def refuses(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> str | None:
+        if reason := refuses_shape(layer, x):
+            return reason
+        if cache is None:
+            return "no kv cache"
+        if type(cache) not in (caches.KVCache, caches.BatchKVCache):
+            _wants_cache(cache, caches._BaseCache, but=caches.ArraysCache)
+            return f"{type(cache).__name__} is not fused"
+        if mask is not None and not isinstance(mask, mx.array):
+            return f"mask {mask!r} at a decode step"
+        if mask is not None and (mask.dtype != mx.bool_ or mask.shape[:-1] not in ((x.shape[0], 1, 1), (1, 1, 1))):
+            return f"mask {tuple(mask.shape)} {mask.dtype} is not a boolean [B, 1, 1, N]"
+        return None
+
+    def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        B, _, H = x.shape
+        offset = cache.offset
+        batched = isinstance(offset, mx.array)
+        length = mx.array((cache._idx if batched else offset) + 1, mx.int32)
+        position = offset.astype(mx.int32) if batched else mx.array([offset] * B, mx.int32)
+        x = x.reshape(B, H)
+        if mask is None:
+            (out,) = plan.run(x, position, length, cache)
+        else:
+            rows = mx.broadcast_to(mask.reshape(mask.shape[0], -1), (B, mask.shape[-1]))
+            (out,) = plan.run(x, position, length, cache, rows)
+        return out.reshape(B, 1, H)
+
+
+def refuses_shape(layer: nn.Module, x: mx.array) -> str | None:
+    """Why no step of this shape is fused, whatever the mode, or None."""
+    B, S, _ = x.shape
+    if S != 1:
+        return PREFILL
+    if B > MAX_ROWS:
+        return f"{B} rows, more than {MAX_ROWS}"
+    if layer.training:
+        return "the model is in training mode; call model.eval()"
+    return None
+
+
+def _wants_cache(cache: Any, cls: type, but: type | None = None) -> None:
+    if not isinstance(cache, cls) or (but is not None and isinstance(cache, but)):
+        wanted = "a kv cache" if but else cls.__name__
+        raise TypeError(f"[cache] wants {wanted} for this layer, got {type(cache).__name__}")
+
+
+def _kind_of(model: nn.Module) -> str:
+    return getattr(model, "model_type", None) or type(model).__name__
+
+
+def _linear(place: str, module: nn.Module) -> QArray:
+    """The arrays of a linear layer, by reference."""
+    kind = type(module)
+    if "bias" in module:
+        raise RefusedError(f"{place} has a bias")
+    if kind in (nn.Linear, SwitchLinear):
+        return QArray(module.weight)
+    if kind not in (nn.QuantizedLinear, QuantizedSwitchLinear):
+        raise RefusedError(f"{place} is a {kind.__name__}")
+    if module.mode != "affine" or module.get("biases") is None:
+        raise RefusedError(f"{place} is quantised as {module.mode}; only affine is fused")
+    if getattr(module, "global_scale", None) is not None:
+        raise RefusedError(f"{place} has a global scale")
+    array = QArray(module.weight, module.scales, module.biases, Quant(module.bits, module.group_size))
+    if array.shape[-1] != module.scales.shape[-1] * module.group_size:
+        raise RefusedError(
+            f"{place} says {array.quant}, but its arrays are {tuple(module.weight.shape)} and {tuple(module.scales.shape)}"
+        )
+    return array
+
+
+def _linears(place: str, **modules: nn.Module) -> tuple[dict[str, QArray], dict[str, Quant]]:
+    """Arrays and quantisations of the linear layers of one node, by ``node.spec`` name."""
+    arrays = {f"{place}.{name}": _linear(f"{place}.{name}", module) for name, module in modules.items()}
+    return arrays, {name: array.quant for name, array in arrays.items()}
+
+
+def _moe(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    moe, norm = layer.mlp, layer.post_attention_layernorm
+    if type(moe) is not qwen3_next.Qwen3NextSparseMoeBlock:
+        raise RefusedError(f"mlp is a {type(moe).__name__}, not a sparse MoE block")
+    if moe.sharding_group is not None:
+        raise RefusedError("the MoE is sharded over a group")
+    if type(moe.switch_mlp) is not SwitchGLU:
+        raise RefusedError(f"switch_mlp is a {type(moe.switch_mlp).__name__}")
+    routed, shared = moe.switch_mlp, moe.shared_expert
+    gate_up = {"w_gate": routed.gate_proj, "w_up": routed.up_proj, "ws_gate": shared.gate_proj, "ws_up": shared.up_proj}
+    weights: dict[str, Any] = {}
+    dims: dict[str, Any] = {}
+    for arrays, quants in (
+        _linears("norm_router", w_router=moe.gate),
+        _linears("router", w_router=moe.gate, w_shared_gate=moe.shared_expert_gate),
+        _linears("route_swiglu", **gate_up, w_shared_gate=moe.shared_expert_gate),
+        _linears("swiglu", **gate_up),
+        _linears("expert_down", w_down=routed.down_proj, ws_down=shared.down_proj),
+    ):
+        weights |= arrays
+        dims |= quants
+    for node in ("o_proj_router", "norm_router", "post_norm"):
+        weights[f"{node}.w_norm"] = norm.weight
+    weights["input_norm.w_norm"] = layer.input_layernorm.weight
+    if norm.eps != layer.input_layernorm.eps:
+        raise RefusedError(f"norms of one layer have eps {layer.input_layernorm.eps} and {norm.eps}")
+    E, I, H = weights["route_swiglu.w_gate"].shape
+    return dims | {
+        "H": H,
+        "E": E,
+        "I": I,
+        "Is": weights["route_swiglu.ws_gate"].shape[0],
+        "k": moe.top_k,
+        "norm_topk": bool(moe.norm_topk_prob),
+        "eps": norm.eps,
+    }, weights
+
+
+def _gdn(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any], QArray]:
+    m = layer.linear_attn
+    if type(m) is not qwen3_5.GatedDeltaNet:
+        raise RefusedError(f"linear_attn is a {type(m).__name__}")
+    if m.sharding_group is not None:
+        raise RefusedError("the mixer is sharded over a group")
+    weights: dict[str, Any]
+    weights, dims = _linears("gdn_in_proj", w_qkv=m.in_proj_qkv, w_z=m.in_proj_z, w_b=m.in_proj_b, w_a=m.in_proj_a)  # type: ignore[assignment]
+    weights |= {
+        "gdn_in_proj.w_conv": m.conv1d.weight,
+        "gdn_in_proj.A_log": m.A_log,
+        "gdn_in_proj.dt_bias": m.dt_bias,
+        "gdn_gated_norm.w_norm": m.norm.weight,
+    }
+    if m.norm.eps != layer.input_layernorm.eps:
+        raise RefusedError(f"norms of one layer have eps {layer.input_layernorm.eps} and {m.norm.eps}")
+    # Shapes come from the arrays: module attributes are stale once a layer has been sharded.
+    C, Kc, _ = m.conv1d.weight.shape
+    Hv, Dv, Dk = m.A_log.shape[0], m.norm.weight.shape[0], m.head_k_dim
+    Nv = Hv * Dv
+    sizes = {"C": C, "Kc": Kc, "Hv": Hv, "Dv": Dv, "Dk": Dk, "Hk": (C - Nv) // (2 * Dk), "Nv": Nv, "Ka": Nv}
+    return dims | sizes, weights, _linear("out_proj", m.out_proj)
+
+
+def _gqa(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any], QArray]:
+    m = layer.self_attn
+    if type(m) is not qwen3_next.Qwen3NextAttention:
+        raise RefusedError(f"self_attn is a {type(m).__name__}")
+    if type(m.rope) is not nn.RoPE or m.rope.traditional or m.rope.scale != 1.0:
+        raise RefusedError(f"rope {type(m.rope).__name__} with scaling or another layout is not fused")
+    weights: dict[str, Any]
+    weights, dims = _linears("gqa_in_proj", w_q=m.q_proj, w_k=m.k_proj, w_v=m.v_proj)  # type: ignore[assignment]
+    weights |= {"qk_norm_rope.w_qnorm": m.q_norm.weight, "qk_norm_rope.w_knorm": m.k_norm.weight}
+    if not m.q_norm.eps == m.k_norm.eps == layer.input_layernorm.eps:
+        raise RefusedError(f"norms of one layer have eps {layer.input_layernorm.eps}, {m.q_norm.eps} and {m.k_norm.eps}")
+    D = m.q_norm.weight.shape[0]
+    Hq, Hkv = weights["gqa_in_proj.w_q"].shape[0] // (2 * D), weights["gqa_in_proj.w_k"].shape[0] // D
+    sizes = {"D": D, "Hq": Hq, "Hkv": Hkv, "R": m.rope.dims, "theta": float(m.rope.base), "Ka": Hq * D}
+    return dims | sizes, weights, _linear("o_proj", m.o_proj)
+
+
+def _fold(weights: Mapping[str, Any]) -> tuple[mx.array, mx.array]:
+    """M1 = Wf·w_o and Wf = W_router·diag(w_norm), computed in f32 and kept in the norm weight's dtype."""
+    w_norm = weights["o_proj_router.w_norm"]
+    router = weights["norm_router.w_router"].astype(mx.float32).dense()
+    Wf = router.astype(mx.float32) * w_norm.astype(mx.float32)
+    M1 = Wf @ weights["o_proj_router.w_o"].astype(mx.float32).dense().astype(mx.float32)
+    folded = M1.astype(w_norm.dtype), Wf.astype(w_norm.dtype)
+    mx.eval(folded)  # now, or every layer's dense projection would be alive at once
+    return folded

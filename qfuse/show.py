@@ -1,0 +1,70 @@
+"""Text for people: tables of what is fused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from .fuse import FusionReport, LayerReport
+
+
+def to_text(*parts: RenderableType, width: int = 120) -> str:
+    """Rich renderables as plain text."""
+    console = Console(file=StringIO(), width=width, highlight=False)
+    for part in parts:
+        console.print(part)
+    return console.file.getvalue().rstrip()  # type: ignore[attr-defined, no-any-return]
+
+
+def layers_table(report: FusionReport) -> Table:
+    """One row for each group of layers that came out alike."""
+    groups: dict[tuple[object, ...], list[LayerReport]] = {}
+    for layer in report.layers:
+        key = (layer.kind, layer.graph, layer.reason, layer.dispatches, tuple(sorted(layer.backends.items())))
+        groups.setdefault(key, []).append(layer)
+    table = Table(title=f"{report.fused} of {len(report.layers)} layers fused, mode {report.mode}", title_justify="left")
+    for name in ("layers", "kind", "graph", "nodes", "dispatches", "run by", "calls"):
+        table.add_column(name, justify="right" if name in ("nodes", "dispatches") else "left")
+    for layers in groups.values():
+        first = layers[0]
+        calls: Counter[str] = Counter()
+        for layer in layers:
+            calls.update(layer.calls)
+        indices = ranges([layer.index for layer in layers])
+        if first.graph:
+            run_by = ", ".join(f"{count} {name}" for name, count in sorted(first.backends.items()))
+            cells = (first.graph, str(first.nodes), str(first.dispatches), run_by)
+        else:
+            cells = (f"refused: {first.reason}", "", "", "mlx-lm")
+        table.add_row(indices, first.kind, *cells, "; ".join(f"{n} {what}" for what, n in calls.most_common()))
+    return table
+
+
+def fusion_text(report: FusionReport) -> str:
+    """A FusionReport as the text that ``str()`` gives: the table, then each backend's refusals by node."""
+    parts: list[RenderableType] = [layers_table(report)]
+    passed = Counter(
+        f"{node}: not on {backend}: {reason}"
+        for layer in report.layers
+        for node, refusals in layer.refusals.items()
+        for backend, reason in refusals.items()
+    )
+    parts += [f"{text} ({count} layers)" for text, count in passed.items()]
+    parts.append(f"new memory: {report.new_bytes / 1e6:.2f} MB")
+    return to_text(*parts)
+
+
+def ranges(numbers: list[int]) -> str:
+    """``0-2, 4`` for [0, 1, 2, 4]."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
