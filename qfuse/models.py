@@ -147,7 +147,7 @@ class GQAAdapter:
         B, _, H = x.shape
         offset = cache.offset
         batched = isinstance(offset, mx.array)
-        length = mx.array((cache._idx if batched else offset) + 1, mx.int32)
+        length = mx.array([(cache._idx if batched else offset) + 1], mx.int32)
         position = offset.astype(mx.int32) if batched else mx.array([offset] * B, mx.int32)
         x = x.reshape(B, H)
         if mask is None:

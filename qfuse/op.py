@@ -34,6 +34,20 @@ class Ref(NamedTuple):
     constants: Mapping[str, Any]
 
 
+@attrs.frozen
+class Schedule:
+    """How a kernel's work is split on one backend; the algorithm does not depend on it.
+
+    rows: output rows of a simdgroup at a time. simdgroups: 32-thread groups of a threadgroup, 1 to 16.
+    values: inputs that a lane takes at a time. cap: most threadgroups of a launch, 0 for one per tile.
+    """
+
+    rows: int = 4
+    simdgroups: int = 2
+    values: int = 8
+    cap: int = 0
+
+
 class Op:
     """Base of all ops. Write a subclass under :func:`op`; see docs/adding-an-op.md.
 
@@ -43,6 +57,13 @@ class Op:
     library: the op stands for MLX's own kernels and has no text of ours.
     dispatches: GPU launches of one call.
     samples: named shapes for tests, each a dict of fields and of dims of the call.
+
+    And for the kernel, whose text is NAME.metal beside the module:
+
+    kernel_needs: conditions under which the text can be used; elsewhere the reference runs, and the report says why.
+    tiles: the tiles that threadgroups walk, an expression over fields, dims of the call and the schedule.
+    dynamic: dims of the call that the text reads from shapes; the others are constants of the text.
+    schedules: by backend, default :class:`Schedule`.
     """
 
     name: ClassVar[str]
@@ -51,6 +72,10 @@ class Op:
     library: ClassVar[bool] = False
     dispatches: ClassVar[int] = 1
     samples: ClassVar[dict[str, dict[str, Any]]] = {}
+    kernel_needs: ClassVar[tuple[str, ...]] = ()
+    tiles: ClassVar[str] = "1"
+    dynamic: ClassVar[tuple[str, ...]] = ()
+    schedules: ClassVar[dict[str, Schedule]] = {}
     Outputs: ClassVar[Callable[..., Any]]
 
     reference: Callable[..., Any]
@@ -89,11 +114,17 @@ class Op:
         return Path(sys.modules[cls.__module__].__file__ or "").with_name(f"{cls.name}.metal")
 
     def __attrs_post_init__(self) -> None:
-        env = self.constants()
-        for need in self.needs:
-            if not parse(need).value(env):
-                got = ", ".join(f"{name}={env[name]}" for name in sorted(parse(need).names))
-                raise SpecError(f"[{self.name}] wants {need}, got {got}")
+        if reason := unmet(self.needs, self.constants()):
+            raise SpecError(f"[{self.name}] {reason}")
+
+    @classmethod
+    def schedule(cls, backend: str) -> Schedule:
+        """The backend's own schedule, or Metal's."""
+        return cls.schedules.get(backend) or cls.schedules.get("metal") or Schedule()
+
+    def unmet(self) -> str | None:
+        """The first of ``kernel_needs`` that does not hold, as ``wants …, got …``; None when a kernel can be made."""
+        return unmet(self.kernel_needs, self.constants())
 
     def constants(self) -> dict[str, Any]:
         """The fields by name."""
@@ -129,6 +160,15 @@ class Op:
         """One output as it is, several as a named tuple."""
         results = tuple(results)
         return results[0] if len(results) == 1 else cls.Outputs(*results)
+
+
+def unmet(needs: Iterable[str], env: Mapping[str, Any]) -> str | None:
+    """The first condition that does not hold under ``env``, as ``wants …, got …``."""
+    for need in needs:
+        if not parse(need).value(env):
+            got = ", ".join(f"{name}={env[name]}" for name in sorted(parse(need).names))
+            return f"wants {need}, got {got}"
+    return None
 
 
 C = TypeVar("C", bound=type)

@@ -31,9 +31,9 @@ class Backend(Protocol):
         """
 
 
-from . import reference  # noqa: E402 (the protocol above is what a backend module imports)
+from . import metal, reference  # noqa: E402 (the protocol above is what a backend module imports)
 
-BACKENDS: dict[str, Backend] = {"reference": reference.ReferenceBackend()}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (reference.ReferenceBackend(), metal.MetalBackend())}
 
 
 def get(name: str) -> Backend:

@@ -15,7 +15,7 @@ def gqa_mixer(dims: Dims, *, masked: bool = False) -> Graph:
     g = Graph("gqa_mixer")
     x = g.input("x", "B, H")
     position = g.input("position", "B", "i32")
-    length = g.input("length", "", "i32")
+    length = g.input("length", "1", "i32")
     cache = g.handle("cache")
     mask = g.input("mask", "B, N", "bool") if masked else None
 

@@ -1,6 +1,6 @@
 import mlx.core as mx
 
-from ..op import Op, op
+from ..op import Op, Schedule, op
 from ..spec import In, Out
 
 
@@ -20,6 +20,9 @@ class GDNQKNorm(Op):
     q = Out("B, Hk, Dk")
     k = Out("B, Hk, Dk")
 
+    kernel_needs = ("Dk % 32 == 0",)
+    tiles = "(B * 2 * Hk + simdgroups - 1) // simdgroups"
+    schedules = {"metal": Schedule(simdgroups=1)}
     samples = {
         "production": {"Hk": 16, "Dk": 128, "Nv": 4096, "B": 1},
         "small": {"Hk": 2, "Dk": 64, "Nv": 64, "B": 2},

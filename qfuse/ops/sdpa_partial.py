@@ -21,7 +21,7 @@ class SDPAPartial(Op):
     q_rot = In("B, Hq, D")
     k_cache = In("B, Hkv, A, D")
     v_cache = In("B, Hkv, A, D")
-    length = In("", "i32", domain="[1, A]")
+    length = In("1", "i32", domain="[1, A]")
     mask = In("B, N", "bool", optional=True)
     o_part = Out("B, Hq, blocks, D", "f32")
     sum_part = Out("B, Hq, blocks", "f32")

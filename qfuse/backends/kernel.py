@@ -1,0 +1,206 @@
+"""From an op and its literal Metal text to a launch: what the metal, sim and cuda backends share.
+
+The text that a compiler sees is a prelude of constants and the stripped ``NAME.metal``, with the ``.h`` files that it
+includes put before it as the header. Only constants that the text mentions are written, so that it stays short.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import attrs
+import mlx.core as mx
+
+from ..op import Op, Schedule
+from ..spec import DTYPES, QArray, Quant, Spec, parse
+from . import Weights
+
+METAL_TYPES = {"f32": "float", "bf16": "bfloat16_t", "f16": "half", "i32": "int", "u32": "uint", "bool": "bool"}
+SIMD = 32
+MAX_THREADS = 512
+MAX_LAUNCHES = 256
+
+
+@attrs.frozen
+class KernelText:
+    """What a compiler is given. name: the op's with a digest of the text, so that no two texts share one."""
+
+    name: str
+    header: str
+    source: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@attrs.frozen
+class Launch:
+    """One prepared launch: everything but the arrays."""
+
+    kernel: Callable[..., Any]
+    grid: tuple[int, int, int]
+    threadgroup: tuple[int, int, int]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[mx.Dtype, ...]
+
+
+def render(op: Op, env: Mapping[str, Any], present: frozenset[str], schedule: Schedule, *, lines: bool = False) -> KernelText:
+    """The text of ``op`` for the dims and dtype tokens in ``env``.
+
+    present: optional inputs that are given; others become ``#define HAS_NAME 0``.
+    lines: keep line numbers, with ``#line`` directives naming the files.
+    """
+    path = op.source()
+    header, body = _load(path, lines)
+    inputs: list[str] = []
+    for name, spec in (op.inputs() | op.weights()).items():
+        if not spec.optional or name in present:
+            inputs += [name, f"{name}_scales", f"{name}_biases"] if spec.kind == "qweight" else [name]
+    prelude = [line for name, line in _prelude(op, env, present, schedule) if re.search(rf"\b{name}\b", body)]
+    source = "\n".join([*prelude, f'#line 1 "{path.name}"', body] if lines else [*prelude, body]) + "\n"
+    digest = sha256((header + source).encode()).hexdigest()[:8]
+    return KernelText(f"{op.name}_{digest}", header, source, tuple(inputs), tuple(op.select("out")))
+
+
+def _prelude(op: Op, env: Mapping[str, Any], present: frozenset[str], schedule: Schedule) -> list[tuple[str, str]]:
+    lines: list[tuple[str, str]] = []
+    for name, value in {**env, **attrs.asdict(schedule)}.items():
+        if name in op.dynamic:
+            continue
+        if isinstance(value, Quant):
+            lines += [(f"{name}_{part}", f"constexpr int {name}_{part} = {n};") for part, n in attrs.asdict(value).items()]
+        elif isinstance(value, bool):
+            lines.append((name, f"constexpr bool {name} = {str(value).lower()};"))
+        elif isinstance(value, int):
+            lines.append((name, f"constexpr int {name} = {value};"))
+        elif isinstance(value, float):
+            lines.append((name, f"constexpr float {name} = {value!r}f;"))
+        elif value in METAL_TYPES:
+            lines.append((name, f"using {name} = {METAL_TYPES[value]};"))
+    for name, spec in op.inputs().items():
+        if spec.optional:
+            lines.append((f"HAS_{name.upper()}", f"#define HAS_{name.upper()} {int(name in present)}"))
+    return lines
+
+
+@lru_cache(maxsize=None)
+def _load(path: Path, lines: bool) -> tuple[str, str]:
+    """Header and body of a ``.metal`` file: includes resolved once each, comments and indentation gone."""
+    headers: dict[str, str] = {}
+
+    def read(file: Path) -> str:
+        kept = []
+        for line in file.read_text("ascii").splitlines():
+            line = line.split("//")[0].strip()
+            include = re.fullmatch(r'#include "(.+)"', line)
+            if include and include[1] not in headers:
+                headers[include[1]] = ""
+                text = read(file.with_name(include[1]))
+                del headers[include[1]]  # after what it includes itself
+                headers[include[1]] = f'#line 1 "{include[1]}"\n{text}' if lines else text
+            kept.append("" if include else line)
+        return "\n".join(kept if lines else filter(None, kept))
+
+    body = read(path)
+    return "".join(f"{text}\n" for text in headers.values()), body
+
+
+class KernelBackend:
+    """Base of the backends that compile a kernel's text.
+
+    A subclass gives ``name``, ``compile`` and, where it differs, ``unavailable``.
+    """
+
+    name: str
+    lines = False
+
+    def __init__(self) -> None:
+        self._compiled: dict[str, Callable[..., Any]] = {}
+
+    def compile(self, text: KernelText) -> Callable[..., Any]:
+        """A callable with the keyword arguments of a kernel made by mx.fast.metal_kernel."""
+        raise NotImplementedError
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def refuses(self, op: Op) -> str | None:
+        if op.library:
+            return None
+        if not op.source().is_file():
+            return f"no {op.source().name}"
+        return op.unmet()
+
+    def lower(self, op: Op, weights: Weights) -> Callable[..., Any]:
+        if op.library:
+            from .reference import ReferenceBackend
+
+            return ReferenceBackend().lower(op, weights)
+        return Lowered(self, op, weights, op.schedule(self.name))
+
+    def kernel(self, text: KernelText) -> Callable[..., Any]:
+        """The compiled kernel of a text, made once."""
+        if text.name not in self._compiled:
+            self._compiled[text.name] = self.compile(text)
+        return self._compiled[text.name]
+
+
+class Lowered:
+    """One node on one backend: prepares a launch for each set of input shapes it meets, then only launches."""
+
+    def __init__(self, backend: KernelBackend, op: Op, weights: Weights, schedule: Schedule) -> None:
+        self.backend = backend
+        self.op = op
+        self.weights = dict(weights)
+        self.schedule = schedule
+        self._arrays = [part for array in weights.values() for part in _parts(array)]
+        self._names = tuple(op.inputs())
+        self._single = len(op.select("out")) == 1
+        self._launches: dict[tuple[Any, ...], Launch] = {}
+
+    def __call__(self, *inputs: mx.array | None) -> Any:
+        arrays = [x for x in inputs if x is not None]
+        key = tuple([None if x is None else (x.shape, x.dtype) for x in inputs])
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = self.prepare(*inputs)
+            if len(self._launches) > MAX_LAUNCHES:  # a length that grows with every token would fill it
+                self._launches.pop(next(iter(self._launches)))
+        out = launch.kernel(
+            inputs=arrays + self._arrays,
+            grid=launch.grid,
+            threadgroup=launch.threadgroup,
+            output_shapes=launch.shapes,
+            output_dtypes=launch.dtypes,
+        )
+        return out[0] if self._single else out
+
+    def prepare(self, *inputs: mx.array | None) -> Launch:
+        """Check the arguments, render and compile for their shapes. Raises SpecError on arguments that do not fit."""
+        values = dict(zip(self._names, inputs, strict=True))
+        env = self.op.bind(values | self.weights)
+        present = frozenset(name for name, value in values.items() if value is not None)
+        text = render(self.op, env, present, self.schedule, lines=self.backend.lines)
+        tiles = max(1, parse(self.op.tiles).value({**env, **attrs.asdict(self.schedule)}))
+        groups = min(tiles, self.schedule.cap) if self.schedule.cap else tiles
+        threads = SIMD * self.schedule.simdgroups
+        outs = self.op.select("out").values()
+        return Launch(
+            self.backend.kernel(text),
+            (groups * threads, 1, 1),
+            (threads, 1, 1),
+            tuple(tuple(dim.value(env) for dim in spec.dims) for spec in outs),
+            tuple(_dtype(spec, env) for spec in outs),
+        )
+
+
+def _parts(array: mx.array | QArray) -> list[mx.array]:
+    return array.parts() if isinstance(array, QArray) else [array]
+
+
+def _dtype(spec: Spec, env: Mapping[str, Any]) -> mx.Dtype:
+    return DTYPES[env.get(spec.dtype, spec.dtype)]
