@@ -1,10 +1,10 @@
-"""fuse(model): put plans in place of decoder layers' own ``__call__``, instance by instance, and take them out again."""
+"""fuse(model): put plans in place of decoder layers' own ``__call__``, instance by instance, and take them out."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import attrs
@@ -17,7 +17,7 @@ from .graphs import Graph
 from .models import PREFILL, Adapter, RefusedError
 from .plan import Plan, build
 from .show import fusion_text
-from .spec import DTYPE_NAMES, QArray, SpecError
+from .spec import DTYPE_NAMES, SpecError
 
 MODES = {0: "off", 1: "MoE", 2: "GDN, GQA and MoE"}
 MOE_GRAPHS = ("moe_4", "moe_5")
@@ -129,9 +129,7 @@ class Fusion:
     def report(self) -> FusionReport:
         """The state of every layer, and how its calls went so far."""
         rows = [_report(i, layer._qfuse) for i, layer in self.layers.items()]
-        rows += [
-            LayerReport(index=i, kind=_kind(layer), reason=reason) for i, (layer, reason) in self.refused.items()
-        ]
+        rows += [LayerReport(index=i, kind=_kind(layer), reason=reason) for i, (layer, reason) in self.refused.items()]
         return FusionReport(
             mode=self.mode,
             backends=self.backends,
@@ -215,11 +213,11 @@ def _fuse_layer(index: int, layer: nn.Module, fusion: Fusion) -> None:
         fusion.refused[index] = layer, str(error)
         return
     layer._qfuse = fused
-    layer.__class__ = _subclass(type(layer))
+    layer.__class__ = _subclass(type(layer))  # type: ignore[arg-type]
     fusion.layers[index] = layer
 
 
-@lru_cache(maxsize=None)
+@cache
 def _subclass(cls: type) -> type:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
         out = self._qfuse(self, x, mask, cache)
@@ -234,7 +232,7 @@ def _kind(layer: nn.Module) -> str:
 
 def _folded(adapter: Adapter) -> list[mx.array]:
     named = (adapter.weights.get(f"o_proj_router.{name}") for name in ("M1", "Wf"))
-    return [array for array in named if isinstance(array, mx.array) and not isinstance(array, QArray)]
+    return [array for array in named if isinstance(array, mx.array)]
 
 
 def _report(index: int, fused: FusedLayer) -> LayerReport:

@@ -9,7 +9,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as caches
-from mlx_lm.models import qwen3_5, qwen3_next
+from mlx_lm.models import qwen3_5, qwen3_5_moe, qwen3_next
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 from .plan import Plan
@@ -17,6 +17,9 @@ from .spec import QArray, Quant
 
 MAX_ROWS = 8
 """Rows that a decode step may have; more go to upstream, whose batched kernels are made for them."""
+
+MODEL_TYPES = ("qwen3_5_moe",)
+"""The model types of config.json that are fused."""
 
 PREFILL = "prefill, S > 1"
 
@@ -26,14 +29,20 @@ class RefusedError(ValueError):
 
 
 class Adapter(Protocol):
-    """One layer of a model, seen from qfuse."""
+    """One layer of a model, seen from qfuse.
 
-    kind: str
-    """gdn or gqa."""
-    dims: Mapping[str, Any]
-    """Op fields and quantisations, see qfuse.graphs.make."""
-    weights: Mapping[str, mx.array | QArray]
-    """The layer's own arrays by ``node.spec`` name."""
+    kind: gdn or gqa. dims: op fields and quantisations, see qfuse.graphs.make. weights: the layer's own arrays by
+    ``node.spec`` name.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def dims(self) -> Mapping[str, Any]: ...
+
+    @property
+    def weights(self) -> Mapping[str, mx.array | QArray]: ...
 
     def mix(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """The mixer by upstream's own modules: r [B, 1, H]."""
@@ -195,9 +204,8 @@ def _linear(place: str, module: nn.Module) -> QArray:
         raise RefusedError(f"{place} has a global scale")
     array = QArray(module.weight, module.scales, module.biases, Quant(module.bits, module.group_size))
     if array.shape[-1] != module.scales.shape[-1] * module.group_size:
-        raise RefusedError(
-            f"{place} says {array.quant}, but its arrays are {tuple(module.weight.shape)} and {tuple(module.scales.shape)}"
-        )
+        shapes = f"{tuple(module.weight.shape)} and {tuple(module.scales.shape)}"
+        raise RefusedError(f"{place} says {array.quant}, but its arrays are {shapes}")
     return array
 
 
@@ -252,7 +260,7 @@ def _gdn(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any], QArray]:
     if m.sharding_group is not None:
         raise RefusedError("the mixer is sharded over a group")
     weights: dict[str, Any]
-    weights, dims = _linears("gdn_in_proj", w_qkv=m.in_proj_qkv, w_z=m.in_proj_z, w_b=m.in_proj_b, w_a=m.in_proj_a)  # type: ignore[assignment]
+    weights, dims = _linears("gdn_in_proj", w_qkv=m.in_proj_qkv, w_z=m.in_proj_z, w_b=m.in_proj_b, w_a=m.in_proj_a)
     weights |= {
         "gdn_in_proj.w_conv": m.conv1d.weight,
         "gdn_in_proj.A_log": m.A_log,
@@ -276,10 +284,12 @@ def _gqa(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any], QArray]:
     if type(m.rope) is not nn.RoPE or m.rope.traditional or m.rope.scale != 1.0:
         raise RefusedError(f"rope {type(m.rope).__name__} with scaling or another layout is not fused")
     weights: dict[str, Any]
-    weights, dims = _linears("gqa_in_proj", w_q=m.q_proj, w_k=m.k_proj, w_v=m.v_proj)  # type: ignore[assignment]
+    weights, dims = _linears("gqa_in_proj", w_q=m.q_proj, w_k=m.k_proj, w_v=m.v_proj)
     weights |= {"qk_norm_rope.w_qnorm": m.q_norm.weight, "qk_norm_rope.w_knorm": m.k_norm.weight}
     if not m.q_norm.eps == m.k_norm.eps == layer.input_layernorm.eps:
-        raise RefusedError(f"norms of one layer have eps {layer.input_layernorm.eps}, {m.q_norm.eps} and {m.k_norm.eps}")
+        raise RefusedError(
+            f"norms of one layer have eps {layer.input_layernorm.eps}, {m.q_norm.eps} and {m.k_norm.eps}"
+        )
     D = m.q_norm.weight.shape[0]
     Hq, Hkv = weights["gqa_in_proj.w_q"].shape[0] // (2 * D), weights["gqa_in_proj.w_k"].shape[0] // D
     sizes = {"D": D, "Hq": Hq, "Hkv": Hkv, "R": m.rope.dims, "theta": float(m.rope.base), "Ka": Hq * D}
@@ -295,3 +305,8 @@ def _fold(weights: Mapping[str, Any]) -> tuple[mx.array, mx.array]:
     folded = M1.astype(w_norm.dtype), Wf.astype(w_norm.dtype)
     mx.eval(folded)  # now, or every layer's dense projection would be alive at once
     return folded
+
+
+def new_model(config: Mapping[str, Any]) -> nn.Module:
+    """An untrained model from a config.json's contents."""
+    return qwen3_5_moe.Model(qwen3_5_moe.ModelArgs.from_dict(dict(config)))

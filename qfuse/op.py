@@ -1,4 +1,4 @@
-"""Op: what a fused kernel computes. A subclass declares dims as fields, tensors as specs, and a reference in plain MLX."""
+"""Op: what a fused kernel computes. A subclass declares dims as fields, tensors as specs, a reference in plain MLX."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
 
@@ -83,11 +83,11 @@ class Op:
     @classmethod
     def __attrs_init_subclass__(cls) -> None:
         cls.name = snake_case(cls.__name__)
-        fields = attrs.fields(cls)  # type: ignore[misc]
+        fields = attrs.fields(cls)  # type: ignore[arg-type]
         declared = {k: v for base in reversed(cls.__mro__) for k, v in vars(base).items() if isinstance(v, Spec)}
         declared |= {f.name: f.metadata["spec"] for f in fields if "spec" in f.metadata}
         cls.specs = dict(sorted(declared.items(), key=lambda item: item[1].order))
-        cls.Outputs = NamedTuple(f"{cls.__name__}Outputs", [(n, Any) for n in cls.select("out")])  # type: ignore[misc]
+        cls.Outputs = NamedTuple(f"{cls.__name__}Outputs", [(n, Any) for n in cls.select("out")])  # type: ignore[misc, assignment]
         _check(cls, {f.name for f in fields})
         if cls.name in REGISTRY and REGISTRY[cls.name].__module__ != cls.__module__:
             raise SpecError(f"[{cls.name}] wants a name of its own, got that of {REGISTRY[cls.name].__module__}")
@@ -128,7 +128,7 @@ class Op:
 
     def constants(self) -> dict[str, Any]:
         """The fields by name."""
-        return attrs.asdict(self, recurse=False)  # type: ignore[call-overload, no-any-return]
+        return attrs.asdict(self, recurse=False)  # type: ignore[arg-type]
 
     def bind(self, values: Mapping[str, Any], place: str | None = None) -> dict[str, Any]:
         """Check arguments by name against the specs and return every dim and dtype token. Raises SpecError."""
@@ -180,7 +180,7 @@ def op(cls: C) -> C:
     return attrs.frozen(cls, kw_only=True)
 
 
-@lru_cache(maxsize=None)
+@cache
 def snake_case(name: str) -> str:
     """GDNQKNorm → gdn_qk_norm, with the initialisms of the field kept whole."""
     name = re.sub(r"(GDN|GQA|MOE|SDPA|QK|KV|RMS)(?=[A-Z])", r"\1_", name)

@@ -14,10 +14,12 @@ from .graphs.graph import Graph, Node
 from .spec import QArray, SpecError, bind
 
 # Primitives that launch nothing: they only describe a buffer in another way.
-VIEWS = frozenset(
-    "AsStrided Broadcast Copy Depends ExpandDims Flatten Reshape Slice Split Squeeze StopGradient Transpose "
-    "Unflatten View".split()
-)
+# fmt: off
+VIEWS = frozenset({
+    "AsStrided", "Broadcast", "Copy", "Depends", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze",
+    "StopGradient", "Transpose", "Unflatten", "View",
+})
+# fmt: on
 
 
 @attrs.frozen
@@ -75,7 +77,7 @@ class Plan:
         slots = [*inputs, *self._spare]
         for call, reads, writes in self._hot:
             result = call(*[slots[i] for i in reads])
-            if type(writes) is int:
+            if isinstance(writes, int):
                 slots[writes] = result
             else:
                 for slot, value in zip(writes, result, strict=True):
@@ -164,7 +166,9 @@ def build(graph: Graph, weights: Mapping[str, mx.array | QArray], names: Sequenc
         bound = {}
         for spec, name in node.weight_names().items():
             if name not in weights:
-                raise SpecError(f"[{graph.name}.{name}] wants {node.op.specs[spec].text(node.op.constants())}, got nothing")
+                raise SpecError(
+                    f"[{graph.name}.{name}] wants {node.op.specs[spec].text(node.op.constants())}, got nothing"
+                )
             bound[spec] = weights[name]
         bind(f"{graph.name}.{node.name}", node.op.weights().items(), bound, node.op.constants())
         refusals: dict[str, str] = {}

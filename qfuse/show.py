@@ -11,6 +11,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from .fuse import FusionReport, LayerReport
+    from .generate import Comparison
 
 
 def to_text(*parts: RenderableType, width: int = 120) -> str:
@@ -18,7 +19,7 @@ def to_text(*parts: RenderableType, width: int = 120) -> str:
     console = Console(file=StringIO(), width=width, highlight=False)
     for part in parts:
         console.print(part)
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined, no-any-return]
+    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
 
 def layers_table(report: FusionReport) -> Table:
@@ -27,7 +28,9 @@ def layers_table(report: FusionReport) -> Table:
     for layer in report.layers:
         key = (layer.kind, layer.graph, layer.reason, layer.dispatches, tuple(sorted(layer.backends.items())))
         groups.setdefault(key, []).append(layer)
-    table = Table(title=f"{report.fused} of {len(report.layers)} layers fused, mode {report.mode}", title_justify="left")
+    table = Table(
+        title=f"{report.fused} of {len(report.layers)} layers fused, mode {report.mode}", title_justify="left"
+    )
     for name in ("layers", "kind", "graph", "nodes", "dispatches", "run by", "calls"):
         table.add_column(name, justify="right" if name in ("nodes", "dispatches") else "left")
     for layers in groups.values():
@@ -68,3 +71,13 @@ def ranges(numbers: list[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def comparison_lines(result: Comparison) -> list[str]:
+    """What a comparison with vanilla found, in two lines."""
+    if result.same:
+        first = f"tokens: equal, all {result.steps}"
+    else:
+        first = f"tokens: different from number {(result.first or 0) + 1} on"
+    scale = f"over {result.steps} steps (largest logit {result.largest:.4g})"
+    return [first, f"largest logit difference: {result.difference:.4g} {scale}"]

@@ -1,7 +1,7 @@
 """Dim expressions and tensor specs: what an op declares of its tensors, and the only parser of either.
 
 A dim is an integer expression over names, such as ``2*Hk*Dk + Hv*Dv``. A name that is a field of the op is a constant;
-any other name is read from the arrays of the call. A dtype is a fixed one (``f32``) or a token (``T``), by the same rule.
+any other name is read from the arrays of the call. A dtype is fixed (``f32``) or a token (``T``), by the same rule.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 import itertools
 import re
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -48,7 +48,7 @@ class Dim:
 
     def value(self, env: Mapping[str, Any]) -> int:
         """The expression under ``env``; every name must be in it."""
-        return int(eval(self.code, {"__builtins__": {}}, env))  # type: ignore[arg-type]
+        return int(eval(self.code, {"__builtins__": {}}, env))
 
     def partial(self, env: Mapping[str, Any]) -> int | str:
         """A number where ``env`` holds every name, otherwise the expression's text."""
@@ -58,7 +58,7 @@ class Dim:
         return self.text
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Dim:
     """Parse one expression. Raises SpecError on anything but integer arithmetic, comparisons and names."""
     try:

@@ -33,7 +33,7 @@ class Backend(Protocol):
 
 from . import metal, reference  # noqa: E402 (the protocol above is what a backend module imports)
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (reference.ReferenceBackend(), metal.MetalBackend())}
+BACKENDS: dict[str, Backend] = {"reference": reference.ReferenceBackend(), "metal": metal.MetalBackend()}
 
 
 def get(name: str) -> Backend:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,9 @@ class Launch:
     dtypes: tuple[mx.Dtype, ...]
 
 
-def render(op: Op, env: Mapping[str, Any], present: frozenset[str], schedule: Schedule, *, lines: bool = False) -> KernelText:
+def render(
+    op: Op, env: Mapping[str, Any], present: frozenset[str], schedule: Schedule, *, lines: bool = False
+) -> KernelText:
     """The text of ``op`` for the dims and dtype tokens in ``env``.
 
     present: optional inputs that are given; others become ``#define HAS_NAME 0``.
@@ -72,7 +74,9 @@ def _prelude(op: Op, env: Mapping[str, Any], present: frozenset[str], schedule: 
         if name in op.dynamic:
             continue
         if isinstance(value, Quant):
-            lines += [(f"{name}_{part}", f"constexpr int {name}_{part} = {n};") for part, n in attrs.asdict(value).items()]
+            lines += [
+                (f"{name}_{part}", f"constexpr int {name}_{part} = {n};") for part, n in attrs.asdict(value).items()
+            ]
         elif isinstance(value, bool):
             lines.append((name, f"constexpr bool {name} = {str(value).lower()};"))
         elif isinstance(value, int):
@@ -87,7 +91,7 @@ def _prelude(op: Op, env: Mapping[str, Any], present: frozenset[str], schedule: 
     return lines
 
 
-@lru_cache(maxsize=None)
+@cache
 def _load(path: Path, lines: bool) -> tuple[str, str]:
     """Header and body of a ``.metal`` file: includes resolved once each, comments and indentation gone."""
     headers: dict[str, str] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -19,10 +19,11 @@ class MetalBackend(KernelBackend):
         return None if mx.metal.is_available() else "MLX has no Metal device on this machine"
 
     def compile(self, text: KernelText) -> Callable[..., Any]:
-        return mx.fast.metal_kernel(
+        kernel = mx.fast.metal_kernel(
             name=text.name,
             input_names=list(text.inputs),
             output_names=list(text.outputs),
             source=text.source,
             header=text.header,
         )
+        return cast(Callable[..., Any], kernel)

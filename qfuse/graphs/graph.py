@@ -12,8 +12,7 @@ import networkx as nx
 from ..op import Op, Ref
 from ..spec import DTYPES, Handle, In, Spec, SpecError
 
-
-O = TypeVar("O", bound=Op)
+AnOp = TypeVar("AnOp", bound=Op)
 
 
 @attrs.frozen
@@ -33,10 +32,10 @@ Dims = Mapping[str, Any]
 """The numbers of a layer: dims and other op fields by name (``H``, ``eps``), quantisation by weight (``node.spec``)."""
 
 
-def make(cls: type[O], dims: Dims, node: str | None = None) -> O:
-    """An op whose fields are taken from ``dims`` by name. Raises SpecError when a field without default is not there."""
+def make(cls: type[AnOp], dims: Dims, node: str | None = None) -> AnOp:
+    """An op with its fields from ``dims``, by name. Raises SpecError when a field without default is not there."""
     fields = {}
-    for field in attrs.fields(cls):  # type: ignore[arg-type, misc]
+    for field in attrs.fields(cls):  # type: ignore[arg-type]
         key = f"{node or cls.name}.{field.name}" if "spec" in field.metadata else field.name
         if key in dims:
             fields[field.name] = dims[key]
@@ -159,7 +158,9 @@ class Graph:
 
     def _new_node(self, key: str, /, **data: Any) -> None:
         if key in self.graph:
-            raise SpecError(f"[{self.name}] wants a new node name, got {key}, which is a {self.graph.nodes[key]['kind']}")
+            raise SpecError(
+                f"[{self.name}] wants a new node name, got {key}, which is a {self.graph.nodes[key]['kind']}"
+            )
         self.graph.add_node(key, **data)
 
     def _own(self, place: str, ref: Any) -> None:
@@ -172,7 +173,8 @@ class Graph:
         # Only what both sides know is compared; dims and tokens of the call are bound when arrays arrive.
         want = [dim.partial(constants) for dim in wanted.dims]
         got = [dim.partial(ref.constants) for dim in ref.spec.dims]
-        sizes = len(want) == len(got) and all(w == g or isinstance(w, str) or isinstance(g, str) for w, g in zip(want, got))
+        known = [(w, g) for w, g in zip(want, got, strict=False) if isinstance(w, int) and isinstance(g, int)]
+        sizes = len(want) == len(got) and all(w == g for w, g in known)
         dtypes = {constants.get(wanted.dtype, wanted.dtype), ref.constants.get(ref.spec.dtype, ref.spec.dtype)}
         clash = len(dtypes) == 2 and dtypes <= DTYPES.keys()
         if not sizes or clash or (wanted.kind == "handle") != (ref.spec.kind == "handle"):

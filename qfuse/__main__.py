@@ -1,0 +1,5 @@
+"""``python -m qfuse``."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,171 @@
+"""The command ``qfuse``."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from . import __version__
+
+OUT = Console(highlight=False)
+ERR = Console(stderr=True, highlight=False)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def cli() -> None:
+    """Fused decode kernels for Qwen3.5-MoE on MLX."""
+
+
+@cli.command()
+@click.option("--model", metavar="PATH", help="Checkpoint folder. Default: a small seeded one, made once and cached.")
+@click.option("--prompt", default="Once upon a time", show_default=True, help="Text to go on from.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option(
+    "--mode", type=click.IntRange(0, 2), default=2, show_default=True, help="0 off, 1 the MoE, 2 whole layers."
+)
+@click.option("--backend", "backends", multiple=True, metavar="NAME", help="In order of preference; default the GPU's.")
+@click.option("--moe", type=click.Choice(["moe_4", "moe_5"]), default="moe_4", show_default=True)
+@click.option("--strict", is_flag=True, help="Fail on anything that is not fused.")
+@click.option(
+    "--compare", "against_vanilla", is_flag=True, help="Run vanilla mlx-lm too and compare tokens and logits."
+)
+def generate(
+    model: str | None,
+    prompt: str,
+    max_tokens: int,
+    mode: int,
+    backends: tuple[str, ...],
+    moe: str,
+    strict: bool,
+    against_vanilla: bool,
+) -> None:
+    """Generate text with a fused model, then say what was fused and how fast it ran."""
+    from . import backends as backend_table
+    from . import generate as running
+    from . import tiny
+    from .fuse import fuse
+    from .load import locate
+    from .show import comparison_lines, layers_table
+
+    if not prompt:
+        raise click.UsageError("[prompt] wants some text, got nothing")
+    for name in backends:
+        backend_table.get(name)
+    folder = locate(model) if model is not None else tiny.cached()
+    with _loading(folder) as (net, tokenizer):
+        tokens = running.encode(tokenizer, prompt)
+    if not tokens:
+        raise click.UsageError("[prompt] wants at least one token, got none")
+
+    vanilla = None
+    if against_vanilla:
+        with ERR.status("vanilla mlx-lm"):
+            vanilla = running.generate(net, tokenizer, tokens, max_tokens, keep_logits=True)
+    fusion = fuse(net, mode=mode, backends=backends or None, moe=moe, strict=strict)
+    OUT.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
+    run = running.generate(
+        net, tokenizer, tokens, max_tokens, keep_logits=against_vanilla,
+        on_text=lambda text: OUT.out(text, end=""),
+    )  # fmt: skip
+    OUT.print("\n")
+
+    report = fusion.report()
+    OUT.print(layers_table(report))
+    speed = Table("", "tokens", "prompt tok/s", "decode tok/s", title=f"on {_device()}", title_justify="left")
+    for label, each in (("vanilla mlx-lm", vanilla), (f"qfuse mode {mode}, {', '.join(report.backends)}", run)):
+        if each is not None:
+            speed.add_row(label, str(len(each.tokens)), f"{each.prompt_tps:.1f}", f"{each.tps:.1f}")
+    OUT.print(speed)
+    if report.backends == ("reference",) and mode:
+        OUT.print("The reference backend is for checking, not for speed.")
+    if vanilla is not None:
+        for line in comparison_lines(running.compare(vanilla, run)):
+            OUT.print(line)
+
+
+@cli.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--force", is_flag=True, help="Write into a folder that has files in it.")
+def tiny(folder: Path, seed: int, force: bool) -> None:
+    """Write a small seeded qwen3_5_moe checkpoint to FOLDER, about 5 MB, that mlx-lm opens like any other."""
+    from . import tiny as maker
+
+    if folder.exists() and not folder.is_dir():
+        raise click.UsageError(f"[folder] wants a folder, got the file {folder}")
+    if folder.is_dir() and any(folder.iterdir()) and not force:
+        raise click.UsageError(f"[folder] wants an empty folder or --force, got {folder} with files in it")
+    maker.write(folder, seed)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    OUT.print(f"wrote {folder}: {size / 1e6:.1f} MB, seed {seed}", markup=False, soft_wrap=True)
+
+
+@cli.command()
+def doctor() -> None:
+    """Print versions, the device, and which backends run here."""
+    from .backends import BACKENDS, default
+
+    table = Table("", "", show_header=False, box=None)
+    for package in ("qfuse", "mlx", "mlx-lm", "networkx", "attrs"):
+        table.add_row(package, metadata.version(package))
+    table.add_row("python", platform.python_version())
+    table.add_row("system", platform.platform())
+    table.add_row("device", _device())
+    for name, backend in BACKENDS.items():
+        reason = backend.unavailable()
+        chosen = " (default)" if name in default() else ""
+        table.add_row(f"backend {name}", f"no: {reason}" if reason else f"yes{chosen}")
+    OUT.print(table)
+
+
+def main() -> None:
+    """Run the command; a user's mistake is one line on stderr and exit status 2."""
+    from .load import CheckpointError
+
+    try:
+        status = cli.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        sys.exit(_say(error.format_message()))
+    except (CheckpointError, ValueError, RuntimeError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)
+        # A message in the project's own form is for the user; anything else is a fault with its traceback.
+        if not str(error).startswith("[") and not isinstance(error, OSError):
+            raise
+        sys.exit(_say(str(error)))
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _say(message: str) -> int:
+    ERR.print(f"qfuse: {' '.join(message.split())}", markup=False, soft_wrap=True)
+    return 2
+
+
+@contextmanager
+def _loading(folder: Path) -> Iterator[tuple]:  # type: ignore[type-arg]
+    from .load import load
+
+    columns = (TextColumn("loading {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=ERR, transient=True) as progress:
+        task = progress.add_task(folder.name, total=None)
+        loaded = load(folder, lambda done, total: progress.update(task, completed=done, total=total))
+    yield loaded
+
+
+def _device() -> str:
+    import mlx.core as mx
+
+    info = mx.device_info()
+    return str(info.get("device_name") or info.get("architecture") or mx.default_device())

@@ -1,0 +1,150 @@
+"""A small seeded qwen3_5_moe checkpoint: what ``qfuse generate`` runs when it is given no model.
+
+It is not trained. Its embeddings and its output layer are set so that the likeliest token is the next character in
+ASCII order, with every layer adding its own random part: text that shows at a glance whether a model still counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import platformdirs
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm import utils
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from .models import new_model
+
+END = "<|endoftext|>"
+BYTES = 256
+HIDDEN, LAYERS, VOCAB = 256, 4, 512
+CONFIG = {
+    "model_type": "qwen3_5_moe",
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "full_attention_interval": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "eos_token_id": BYTES,
+    "rope_parameters": {"type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+
+
+def successor(byte: int) -> int:
+    """The byte that the model says after this one: a ring through printable ASCII, and one through the rest."""
+    if 32 <= byte < 127:
+        return 32 + (byte - 31) % 95
+    return 127 if byte == 31 else (byte + 1) % BYTES
+
+
+def tiny_model(seed: int = 0, *, bits: int = 8, group: int = 64, dtype: mx.Dtype = mx.bfloat16) -> nn.Module:
+    """The model, quantised as mlx-lm quantises: the router and the shared gate always 8-bit."""
+    model = new_model(CONFIG)
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    keys = dict(zip(sorted(names), mx.random.split(mx.random.key(seed), len(names)), strict=True))
+    embeddings = mx.random.normal((VOCAB, HIDDEN), key=mx.random.key(seed))
+    after = mx.array([successor(byte) for byte in range(BYTES)])
+    head = mx.zeros((VOCAB, HIDDEN))
+    head[after] = embeddings[:BYTES] * (16 / HIDDEN)
+
+    # Random layers as they come would add little; these gains give each about the weight that it has in a real model.
+    gains = {"o_proj": 3.0, "out_proj": 3.0, "down_proj": 3.0, "mlp.gate": 4.0, "conv1d": 2.0}
+    weights = {}
+    for name, value in tree_flatten(model.parameters()):
+        if name.endswith("embed_tokens.weight"):
+            weights[name] = embeddings
+        elif name.endswith("lm_head.weight"):
+            weights[name] = head
+        elif name.endswith("A_log"):
+            weights[name] = mx.log(mx.random.uniform(0.1, 16, value.shape, key=keys[name]))
+        elif value.ndim == 1:
+            weights[name] = 1 + 0.1 * mx.random.normal(value.shape, key=keys[name])
+        else:
+            gain = next((gain for part, gain in gains.items() if name.endswith(f"{part}.weight")), 1.0)
+            fan_in = math.prod(value.shape[1:]) if "conv1d" in name else value.shape[-1]
+            bound = gain * fan_in**-0.5
+            weights[name] = mx.random.uniform(-bound, bound, value.shape, key=keys[name])
+    model.update(tree_unflatten(list(weights.items())))
+    model.set_dtype(dtype, lambda d: mx.issubdtype(d, mx.floating))
+    predicate = model.quant_predicate
+    nn.quantize(model, group, bits, class_predicate=lambda path, m: hasattr(m, "to_quantized") and predicate(path, m))
+    for layer in model.layers:  # mlx-lm keeps A_log in f32
+        if "linear_attn" in layer:
+            layer.linear_attn.A_log = layer.linear_attn.A_log.astype(mx.float32)
+    mx.eval(model.parameters())
+    model.eval()
+    return model
+
+
+def tokenizer() -> Tokenizer:
+    """One token a byte, and an end of text."""
+    vocab = {char: i for i, char in enumerate(_byte_chars())} | {END: BYTES}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([END])
+    return made
+
+
+def write(folder: Path, seed: int = 0) -> None:
+    """Write the checkpoint: config.json, model.safetensors, tokenizer files. The folder is made if it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    utils.save_model(folder, tiny_model(seed))
+    gate = {"group_size": 64, "bits": 8}
+    quantization: dict[str, object] = {"group_size": 64, "bits": 8, "mode": "affine"}
+    for layer in range(LAYERS):
+        for name in ("gate", "shared_expert_gate"):
+            quantization[f"language_model.model.layers.{layer}.mlp.{name}"] = gate
+    utils.save_config({**CONFIG, "quantization": quantization}, folder / "config.json")
+    tokenizer().save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "model_max_length": 1 << 20}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def cached() -> Path:
+    """The folder of the default checkpoint, made at first use. Raises OSError where no folder can be written."""
+    root = Path(os.environ.get("QFUSE_CACHE_DIR") or platformdirs.user_cache_dir("qfuse"))
+    folder = root / f"tiny-{sha256(Path(__file__).read_bytes()).hexdigest()[:8]}"
+    if not folder.is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix="tiny-", dir=root))
+        try:
+            write(scratch)
+            scratch.chmod(0o755)
+            scratch.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # unless another process made it meanwhile
+                raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _byte_chars() -> list[str]:
+    """The character that byte-level tokenizers write for each byte: printable Latin-1 as it is, the rest past it."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    extra = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(extra)) for byte in range(BYTES)]
