@@ -155,9 +155,10 @@ def build(graph: Graph, weights: Mapping[str, mx.array | QArray], names: Sequenc
 
     weights: by ``node.spec`` name, kept by reference. names: default :func:`qfuse.backends.default`; an op that none
     of them takes falls to the reference, with every reason in the report.
+    A backend need not run here: its plans can be traced anywhere.
     Raises SpecError when a weight is missing or does not fit, ValueError on an unknown backend.
     """
-    chosen = [backends.get(name) for name in (names or backends.default())]
+    chosen = [backends.find(name) for name in (names or backends.default())]
     slot_of: dict[tuple[str, str], int] = {(name, name): i for i, name in enumerate(graph.inputs())}
     absent = len(slot_of)  # stays None, for optional inputs that the graph does not wire
     next_slot = absent + 1

@@ -66,7 +66,7 @@ def parse(text: str) -> Dim:
     except SyntaxError:
         raise SpecError(f"[dim] wants an integer expression, got {text!r}") from None
     for node in ast.walk(tree):
-        if not isinstance(node, _NODES):
+        if not isinstance(node, _NODES) or (isinstance(node, ast.Constant) and not isinstance(node.value, int)):
             raise SpecError(f"[dim] wants an integer expression, got {type(node).__name__} in {text!r}")
     names = frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
     return Dim(ast.unparse(tree), names, compile(tree, "<dim>", "eval"))

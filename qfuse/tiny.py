@@ -60,42 +60,47 @@ def successor(byte: int) -> int:
     return 127 if byte == 31 else (byte + 1) % BYTES
 
 
-def tiny_model(seed: int = 0, *, bits: int = 8, group: int = 64, dtype: mx.Dtype = mx.bfloat16) -> nn.Module:
-    """The model, quantised as mlx-lm quantises: the router and the shared gate always 8-bit."""
-    model = new_model(CONFIG)
-    names = [name for name, _ in tree_flatten(model.parameters())]
-    keys = dict(zip(sorted(names), mx.random.split(mx.random.key(seed), len(names)), strict=True))
-    embeddings = mx.random.normal((VOCAB, HIDDEN), key=mx.random.key(seed))
-    after = mx.array([successor(byte) for byte in range(BYTES)])
-    head = mx.zeros((VOCAB, HIDDEN))
-    head[after] = embeddings[:BYTES] * (16 / HIDDEN)
-
-    # Random layers as they come would add little; these gains give each about the weight that it has in a real model.
+def randomise(model: nn.Module, seed: int) -> None:
+    """Fill a new, unquantised model with seeded random weights, each parameter's from its own key."""
+    # Layers as they are initialised would add little; these gains give each about the weight it has in a real model.
     gains = {"o_proj": 3.0, "out_proj": 3.0, "down_proj": 3.0, "mlp.gate": 4.0, "conv1d": 2.0}
-    weights = {}
-    for name, value in tree_flatten(model.parameters()):
-        if name.endswith("embed_tokens.weight"):
-            weights[name] = embeddings
-        elif name.endswith("lm_head.weight"):
-            weights[name] = head
-        elif name.endswith("A_log"):
-            weights[name] = mx.log(mx.random.uniform(0.1, 16, value.shape, key=keys[name]))
+    parameters = sorted(tree_flatten(model.parameters()))
+    keys = mx.random.split(mx.random.key(seed), len(parameters))
+    weights = []
+    for (name, value), key in zip(parameters, keys, strict=True):
+        if name.endswith("A_log"):
+            new = mx.random.uniform(-5, 3, value.shape, key=key)  # heads that forget at once, and some that do not
         elif value.ndim == 1:
-            weights[name] = 1 + 0.1 * mx.random.normal(value.shape, key=keys[name])
+            new = 1 + 0.1 * mx.random.normal(value.shape, key=key)
         else:
-            gain = next((gain for part, gain in gains.items() if name.endswith(f"{part}.weight")), 1.0)
             fan_in = math.prod(value.shape[1:]) if "conv1d" in name else value.shape[-1]
-            bound = gain * fan_in**-0.5
-            weights[name] = mx.random.uniform(-bound, bound, value.shape, key=keys[name])
-    model.update(tree_unflatten(list(weights.items())))
-    model.set_dtype(dtype, lambda d: mx.issubdtype(d, mx.floating))
+            gain = next((gain for part, gain in gains.items() if name.endswith(f"{part}.weight")), 1.0)
+            new = mx.random.uniform(-1, 1, value.shape, key=key) * (gain * fan_in**-0.5)
+        weights.append((name, new))
+    model.update(tree_unflatten(weights))
+
+
+def settle(model: nn.Module, *, bits: int, group: int, dtype: mx.Dtype) -> None:
+    """Cast and quantise as mlx-lm's convert does: A_log in f32, router and shared gate 8-bit, then evaluate."""
+    keep = model.cast_predicate
+    parameters = tree_flatten(model.parameters())
+    model.update(tree_unflatten([(name, x.astype(dtype) if keep(name) else x) for name, x in parameters]))
     predicate = model.quant_predicate
     nn.quantize(model, group, bits, class_predicate=lambda path, m: hasattr(m, "to_quantized") and predicate(path, m))
-    for layer in model.layers:  # mlx-lm keeps A_log in f32
-        if "linear_attn" in layer:
-            layer.linear_attn.A_log = layer.linear_attn.A_log.astype(mx.float32)
     mx.eval(model.parameters())
     model.eval()
+
+
+def tiny_model(seed: int = 0) -> nn.Module:
+    """The default model: bf16, 8-bit in groups of 64."""
+    model = new_model(CONFIG)
+    randomise(model, seed)
+    embeddings = mx.random.normal((VOCAB, HIDDEN), key=mx.random.key(seed))
+    head = mx.zeros((VOCAB, HIDDEN))
+    head[mx.array([successor(byte) for byte in range(BYTES)])] = embeddings[:BYTES] * (16 / HIDDEN)
+    model.language_model.model.embed_tokens.weight = embeddings
+    model.language_model.lm_head.weight = head
+    settle(model, bits=8, group=64, dtype=mx.bfloat16)
     return model
 
 

@@ -36,11 +36,16 @@ from . import metal, reference  # noqa: E402 (the protocol above is what a backe
 BACKENDS: dict[str, Backend] = {"reference": reference.ReferenceBackend(), "metal": metal.MetalBackend()}
 
 
-def get(name: str) -> Backend:
-    """The backend called ``name``. Raises ValueError on an unknown name, RuntimeError where it cannot run."""
+def find(name: str) -> Backend:
+    """The backend called ``name``, whether it can run here or not. Raises ValueError on an unknown name."""
     if name not in BACKENDS:
         raise ValueError(f"[backend] wants one of {', '.join(BACKENDS)}, got {name}")
-    backend = BACKENDS[name]
+    return BACKENDS[name]
+
+
+def get(name: str) -> Backend:
+    """The backend called ``name``. Raises ValueError on an unknown name, RuntimeError where it cannot run."""
+    backend = find(name)
     if reason := backend.unavailable():
         raise RuntimeError(f"[backend] wants one that runs here, got {name}: {reason}")
     return backend

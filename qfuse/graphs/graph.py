@@ -158,9 +158,8 @@ class Graph:
 
     def _new_node(self, key: str, /, **data: Any) -> None:
         if key in self.graph:
-            raise SpecError(
-                f"[{self.name}] wants a new node name, got {key}, which is a {self.graph.nodes[key]['kind']}"
-            )
+            kind = self.graph.nodes[key]["kind"]
+            raise SpecError(f"[{self.name}] wants a new node name, got {key}: there is one of kind {kind}")
         self.graph.add_node(key, **data)
 
     def _own(self, place: str, ref: Any) -> None:

@@ -35,4 +35,4 @@ class NormRouter(Op):
     def reference(self, r, x, w_norm, w_router):
         h = x + r
         hw = h * w_norm.astype(h.dtype)
-        return h, hw, partial_squares(h, self.part), w_router.linear(hw).astype(mx.float32)
+        return h, hw, partial_squares(h, self.part), w_router.linear(hw.astype(mx.float32))

@@ -38,7 +38,7 @@ class OProjRouter(Op):
 
     def reference(self, a, x, w_o, w_norm, M1, Wf):
         h = x + w_o.linear(a)
-        dot = (a @ M1.T.astype(a.dtype)).astype(mx.float32) + (x @ Wf.T.astype(x.dtype)).astype(mx.float32)
+        dot = sum(v.astype(mx.float32) @ w.astype(mx.float32).T for v, w in ((a, M1), (x, Wf)))
         return h, h * w_norm.astype(h.dtype), partial_squares(h, self.part), dot
 
 

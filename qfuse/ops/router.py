@@ -29,5 +29,5 @@ class Router(Op):
     samples = {"production": {"H": 2048, "E": 256, "k": 8, "B": 1}, "small": {"H": 64, "E": 8, "k": 2, "B": 2}}
 
     def reference(self, n, w_router, w_shared_gate):
-        indices, scores = choose_experts(w_router.linear(n).astype(mx.float32), self.k, self.norm_topk)
+        indices, scores = choose_experts(w_router.linear(n.astype(mx.float32)), self.k, self.norm_topk)
         return indices, scores, w_shared_gate.linear(n).astype(mx.float32).squeeze(-1)

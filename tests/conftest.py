@@ -1,0 +1,44 @@
+"""Models under test: real structure, few and narrow layers, seeded random weights; never a checkpoint from a hub."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from qfuse import models, tiny
+
+
+def make_model(
+    seed: int = 0, *, dtype: mx.Dtype = mx.float32, bits: int = 8, group: int = 64, **config: Any
+) -> nn.Module:
+    """A tiny model with some of its config changed."""
+    model = models.new_model(tiny.CONFIG | config)
+    tiny.randomise(model, seed)
+    tiny.settle(model, bits=bits, group=group, dtype=dtype)
+    return model
+
+
+def rms(x: mx.array) -> float:
+    return mx.sqrt((x.astype(mx.float32) ** 2).mean()).item()
+
+
+def inputs(seed: int, B: int, S: int, H: int = tiny.HIDDEN, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """Hidden states [B, S, H] of unit size."""
+    return mx.random.normal((B, S, H), key=mx.random.key(seed)).astype(dtype)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny.write(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
+    """Nothing that a test makes lands in the user's cache, and all tests of a run share one."""
+    root = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setenv("QFUSE_CACHE_DIR", str(root))
