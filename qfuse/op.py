@@ -39,12 +39,12 @@ class Schedule:
     """How a kernel's work is split on one backend; the algorithm does not depend on it.
 
     rows: output rows of a simdgroup at a time. simdgroups: 32-thread groups of a threadgroup, 1 to 16.
-    values: inputs that a lane takes at a time. cap: most threadgroups of a launch, 0 for one per tile.
+    take: inputs that a lane takes at a time. cap: most threadgroups of a launch, 0 for one per tile.
     """
 
     rows: int = 4
     simdgroups: int = 2
-    values: int = 8
+    take: int = 8
     cap: int = 0
 
 

@@ -1,0 +1,23 @@
+// One simdgroup a head of queries or keys, its lanes over the dims; the partner of a rotated dim is read again.
+const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
+for (int i = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup; i < B * (Hq + Hkv); i += step) {
+  const int b = i / (Hq + Hkv), head = i % (Hq + Hkv);
+  const bool query = head < Hq;
+  auto in = query ? queries + (b * Hq + head) * D : keys + (b * Hkv + head - Hq) * D;
+  auto out = query ? q_rot + (b * Hq + head) * D : k_rot + (b * Hkv + head - Hq) * D;
+  float sum = 0;
+  for (int d = lane; d < D; d += 32) sum += static_cast<float>(in[d]) * static_cast<float>(in[d]);
+  const float scale = metal::rsqrt(simd_sum(sum) / D + eps);
+  for (int d = lane; d < D; d += 32) {
+    const float w = query ? static_cast<float>(w_qnorm[d]) : static_cast<float>(w_knorm[d]);
+    float x = scale * w * static_cast<float>(in[d]);
+    if (d < R) {
+      const int p = d % (R / 2), partner = d < R / 2 ? d + R / 2 : p;
+      const float v = query ? static_cast<float>(w_qnorm[partner]) : static_cast<float>(w_knorm[partner]);
+      const float y = scale * v * static_cast<float>(in[partner]);
+      const float angle = position[b] * metal::exp2(static_cast<float>(p) / (-R / 2) * metal::log2(theta));
+      x = x * metal::cos(angle) + (d < R / 2 ? -y : y) * metal::sin(angle);
+    }
+    out[d] = static_cast<T>(x);
+  }
+}
