@@ -31,8 +31,8 @@ for (int tile = threadgroup_position_in_grid.x; tile < P + (E + ROUTER - 1) / RO
   } else {
     const int row = (tile - P) * ROUTER + simd * rows;
     float acc[rows][B] = {};
-    dense<Ka, take>(acc, a, M1, row, E - 1, lane);
-    dense<H, take>(acc, x, Wf, row, E - 1, lane);
+    dense<Ka>(acc, a, M1, row, E - 1, lane);
+    dense<H>(acc, x, Wf, row, E - 1, lane);
     gemv_sum(acc);
     for (int j = lane; j < rows * B; j += 32)
       if (row + j % rows < E) router_dot[j / rows * E + row + j % rows] = gemv_pick(acc, j % rows, j / rows);
