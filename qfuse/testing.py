@@ -27,9 +27,6 @@ FLOOR = 1e-6
 """Of the oracle's RMS: the error that anything may have, unless sums are so long that f32 itself has more."""
 
 
-# Arguments
-
-
 def sample(
     target: type[Op] | Op,
     name: str = "small",
@@ -104,9 +101,6 @@ def _draw(op: Op, name: str, spec: Spec, dtype: mx.Dtype, env: Arguments, random
         return QArray(values.astype(dtype))
     codes, scales, biases = mx.quantize(values, quant.group, quant.bits)
     return QArray(codes, scales.astype(dtype), biases.astype(dtype), quant)
-
-
-# Tolerance
 
 
 @attrs.frozen
@@ -204,9 +198,6 @@ def run(op: Op, arguments: Arguments, backend: str | backends.Backend) -> dict[s
     outs = op.as_tuple(call(*[arguments.get(name) for name in op.inputs()]))
     mx.eval(*outs)
     return dict(zip(op.select("out"), outs, strict=True))
-
-
-# Checks
 
 
 @attrs.frozen
