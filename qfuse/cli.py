@@ -158,7 +158,7 @@ def _loading(folder: Path) -> Iterator[tuple]:  # type: ignore[type-arg]
     from .load import load
 
     columns = (TextColumn("loading {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=ERR, transient=True) as progress:
+    with Progress(*columns, console=ERR, transient=True, disable=not ERR.is_terminal) as progress:
         task = progress.add_task(folder.name, total=None)
         loaded = load(folder, lambda done, total: progress.update(task, completed=done, total=total))
     yield loaded

@@ -24,7 +24,7 @@ class CheckpointError(ValueError):
 def locate(model: str) -> Path:
     """A folder as it is, or the local copy of a hub model; nothing is downloaded. Raises CheckpointError."""
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if model.strip() and folder.is_dir():
         return folder
     if folder.exists():
         raise CheckpointError(f"[model] wants a folder, got the file {model}")

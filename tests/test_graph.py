@@ -75,7 +75,7 @@ def wire(**change):
     [
         (
             {"state": "bf16"},
-            r"\[bad\.gdn_step\.state\] wants \(B, Hv=4, Dv=32, Dk=32\) f32, got .* bf16 from state\.state",
+            r"\[bad\.gdn_step\.state\] wants .* f32, got \(B, 4, 32, 32\) bf16 from state\.state",
         ),
         ({"Hk": 1}, r"\[bad\.gdn_step\.q\] wants \(M, Hk=1, Dk=32\) T, got \(B, Hk=2, Dk=32\) T from gdn_qk_norm\.q"),
         ({"drop": "beta"}, r"\[bad\.gdn_step\.beta\] wants \(M, Hv=4\) f32, got nothing"),

@@ -1,0 +1,273 @@
+"""What fuse() puts in, what it refuses and says, and that remove() leaves nothing behind."""
+
+import copy
+import re
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from conftest import inputs, make_model, rms
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3, qwen3_5
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_prompt_cache
+
+from qfuse import RefusedError, fuse, models, tiny
+from qfuse.fuse import is_fused
+
+
+@pytest.fixture
+def model():
+    return make_model(dtype=mx.bfloat16)
+
+
+def logits(model, cache=None, tokens=8):
+    cache = cache or make_prompt_cache(model)
+    out = [model(mx.array([[5, 6, 7]]), cache=cache)[:, -1]]
+    out += [model(mx.array([[t]]), cache=cache)[:, -1] for t in range(tokens)]
+    return mx.concatenate(out)
+
+
+def names(model):
+    return [name for name, _ in tree_flatten(model.parameters())]
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+def test_only_instances_change_and_remove_is_exact(model, mode):
+    classes, attributes = [type(m) for m in model.modules()], [set(vars(layer)) for layer in model.layers]
+    before, parameters = logits(model), names(model)
+    fusion = fuse(model, mode=mode, backends="reference")
+    assert all(is_fused(layer) and isinstance(layer, qwen3_5.DecoderLayer) for layer in model.layers)
+    assert names(model) == parameters
+    assert not mx.array_equal(logits(model), before)
+    fusion.remove()
+    fusion.remove()
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(vars(layer)) for layer in model.layers] == attributes
+    assert names(model) == parameters
+    assert mx.array_equal(logits(model), before)
+
+
+def test_two_models_in_a_process_one_fused(model):
+    other = make_model(dtype=mx.bfloat16)
+    before = logits(other)
+    with fuse(model, backends="reference"):
+        assert not any(is_fused(layer) for layer in other.layers)
+        assert mx.array_equal(logits(other), before)
+
+
+def test_a_context_manager_removes_even_after_an_error(model):
+    with pytest.raises(ZeroDivisionError), fuse(model, backends="reference"):
+        _ = 1 / 0
+    assert not any(is_fused(layer) for layer in model.layers)
+
+
+def test_fusing_twice_is_a_no_op_and_with_other_options_an_error(model):
+    fusion = fuse(model, backends="reference")
+    assert fuse(model, backends="reference") is fusion
+    with pytest.raises(
+        ValueError, match=r"\[fuse\] wants the options it was fused with, or remove\(\) first, got mode 1"
+    ):
+        fuse(model, mode=1, backends="reference")
+
+
+def test_mode_0_fuses_nothing(model):
+    fusion = fuse(model, mode=0)
+    assert fusion.report().fused == 0
+    assert not any(is_fused(layer) for layer in model.layers)
+
+
+@pytest.mark.parametrize(("mode", "moe"), [(1, "moe_4"), (2, "moe_4"), (2, "moe_5")])
+def test_memory_stays_within_two_percent(mode, moe):
+    model = make_model(dtype=mx.bfloat16)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    fusion = fuse(model, mode=mode, moe=moe, backends="reference")
+    logits(model)
+    mx.synchronize()
+    assert mx.get_active_memory() <= 1.02 * before
+    report = fusion.report()
+    assert (report.new_bytes > 0) == (mode == 2 and moe == "moe_4")
+    assert report.new_bytes <= 0.02 * sum(x.nbytes for _, x in tree_flatten(model.parameters()))
+
+
+def test_weights_are_the_models_own_arrays(model):
+    with fuse(model, backends="reference") as fusion:
+        own = {id(x) for _, x in tree_flatten(model.parameters())}
+        for layer in fusion.layers.values():
+            for name, array in layer._qfuse.adapter.weights.items():
+                parts = array.parts() if hasattr(array, "parts") else [array]
+                assert name.endswith((".M1", ".Wf")) or all(id(part) in own for part in parts), name
+
+
+def test_report_counts_layers_dispatches_and_calls(model):
+    with fuse(model, backends="reference") as fusion:
+        logits(model, tokens=5)
+        report = fusion.report()
+        gdn, gqa = report.layers[0], report.layers[3]
+    assert report.fused == 4
+    assert (gdn.kind, gdn.nodes, gdn.dispatches, gdn.backends) == ("gdn", 9, 9, {"library": 1, "reference": 8})
+    assert (gqa.kind, gqa.nodes, gqa.dispatches) == ("gqa", 10, 11)
+    assert gdn.calls == gqa.calls == {"fused": 5, "prefill, S > 1": 1}
+    assert "4 of 4 layers fused, mode 2" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mode": 3}, ValueError, r"\[fuse\.mode\] wants 0, 1, 2, got 3"),
+        ({"moe": "moe_6"}, ValueError, r"\[fuse\.moe\] wants moe_4 or moe_5, got moe_6"),
+        ({"backends": "foo"}, ValueError, r"\[backend\] wants one of reference, .*, got foo"),
+        ({"backends": ("reference", "bar")}, ValueError, r"got bar"),
+    ],
+)
+def test_options_that_do_not_exist(model, options, error, message):
+    with pytest.raises(error, match=message):
+        fuse(model, **options)
+    assert not any(is_fused(layer) for layer in model.layers)
+
+
+def test_other_models_are_refused_by_name():
+    args = qwen3.ModelArgs.from_dict(
+        {
+            "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "head_dim": 32,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6, "vocab_size": 64,
+            "max_position_embeddings": 64, "rope_theta": 1e4, "tie_word_embeddings": True,
+        }
+    )  # fmt: skip
+    with pytest.raises(RefusedError, match=r"\[fuse\] wants a model of type qwen3_5_moe, got qwen3"):
+        fuse(qwen3.Model(args))
+    with pytest.raises(RefusedError, match="got a dense"):
+        fuse(models.new_model(tiny.CONFIG | {"num_experts": 0, "intermediate_size": 128}))
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+def with_bias(model):
+    model.layers[3].self_attn.o_proj.bias = mx.zeros(256)
+
+
+def wrapped(model):
+    model.layers[3].mlp = Wrapper(model.layers[3].mlp)
+
+
+def other_mode(model):
+    model.layers[3].mlp.switch_mlp.down_proj.mode = "mxfp8"
+
+
+def sharded(model):
+    model.layers[3].mlp.sharding_group = object()
+
+
+def scaled_rope(model):
+    model.layers[3].self_attn.rope.scale = 0.5
+
+
+def lying_group(model):
+    model.layers[3].self_attn.v_proj.group_size = 32
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (with_bias, "o_proj has a bias"),
+        (wrapped, "mlp is a Wrapper, not a sparse MoE block"),
+        (other_mode, r"expert_down\.w_down is quantised as mxfp8; only affine is fused"),
+        (sharded, "the MoE is sharded over a group"),
+        (scaled_rope, "rope RoPE with scaling or another layout is not fused"),
+        (lying_group, r"gqa_in_proj\.w_v says 8-bit gs 32, but its arrays are"),
+    ],
+)
+def test_a_layer_that_cannot_be_fused_stays_upstreams_with_the_reason(model, change, reason):
+    change(model)
+    with fuse(model, backends="reference") as fusion:
+        report = fusion.report()
+        assert [bool(layer.graph) for layer in report.layers] == [True, True, True, False]
+        assert re.search(reason, report.layers[3].reason)
+        assert "refused: " in str(report)
+        assert not is_fused(model.layers[3])
+    with pytest.raises(RefusedError, match=r"\[layers\.3\] wants a layer it can fuse, got one refused: .*" + reason):
+        fuse(model, backends="reference", strict=True)
+    assert not any(is_fused(layer) for layer in model.layers)
+
+
+def test_training_mode_more_rows_and_odd_masks_go_to_upstream_with_the_reason(model):
+    gdn, gqa = model.layers[0], model.layers[3]
+    many, one = inputs(1, 9, 1, dtype=mx.bfloat16), inputs(1, 1, 1, dtype=mx.bfloat16)
+    additive = mx.zeros((1, 1, 1, 1), mx.bfloat16)
+
+    def run():
+        model.train()
+        outs = [gdn(one, None, ArraysCache(2))]
+        model.eval()
+        outs += [gdn(many, None, ArraysCache(2)), gqa(one, additive, KVCache()), gqa(one, None, None)]
+        outs.append(gqa(one, None, QuantizedKVCache()))
+        return outs
+
+    expected = run()
+    with fuse(model, backends="reference") as fusion:
+        for a, b in zip(run(), expected, strict=True):
+            assert mx.array_equal(a, b)
+        calls = fusion.report().layers
+        assert calls[0].calls == {"the model is in training mode; call model.eval()": 1, "9 rows, more than 8": 1}
+        assert set(calls[3].calls) == {
+            "mask (1, 1, 1, 1) mlx.core.bfloat16 is not a boolean [B, 1, 1, N]",
+            "no kv cache",
+            "QuantizedKVCache is not fused",
+        }
+    with fuse(model, backends="reference", strict=True), pytest.raises(RefusedError, match="9 rows, more than 8"):
+        gdn(many, None, ArraysCache(2))
+
+
+def test_a_cache_of_the_wrong_class_is_a_clear_error(model):
+    x = inputs(1, 1, 1, dtype=mx.bfloat16)
+    with fuse(model, backends="reference"):
+        with pytest.raises(TypeError, match=r"\[cache\] wants ArraysCache for this layer, got KVCache"):
+            model.layers[0](x, None, KVCache())
+        with pytest.raises(TypeError, match=r"\[cache\] wants a kv cache for this layer, got ArraysCache"):
+            model.layers[3](x, None, ArraysCache(2))
+
+
+def test_a_gdn_layer_without_a_cache_starts_from_zero(model):
+    x = inputs(1, 2, 1, dtype=mx.bfloat16)
+    expected = model.layers[0](x)
+    with fuse(model, backends="reference", strict=True):
+        assert rms(model.layers[0](x) - expected) < 0.02 * rms(expected)
+
+
+def test_conv_state_is_contiguous_and_a_copied_cache_stays_behind(model):
+    with fuse(model, backends="reference", strict=True):
+        cache = make_prompt_cache(model)
+        logits(model, cache, tokens=3)
+        copied = copy.deepcopy(cache)
+        kept = [mx.array(x) for x in cache[0].cache] + [mx.array(cache[3].keys)]
+        a = logits(model, copied, tokens=3)
+        for x, y in zip([*cache[0].cache, cache[3].keys], kept, strict=True):
+            assert mx.array_equal(x, y)
+        assert mx.array_equal(a, logits(model, cache, tokens=3))
+    assert cache[0][0].shape == (1, 3, 512)
+
+
+def test_a_state_saved_in_bf16_is_taken_up_in_f32(model):
+    cache = ArraysCache(2)
+    cache[0], cache[1] = mx.zeros((1, 3, 512), mx.bfloat16), inputs(3, 4, 64, 64, mx.bfloat16)[None]
+    with fuse(model, backends="reference", strict=True):
+        model.layers[0](inputs(1, 1, 1, dtype=mx.bfloat16), None, cache)
+    assert cache[1].dtype == mx.float32
+
+
+@pytest.mark.parametrize("conv", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_conv_state_keeps_a_dtype_of_its_own(model, conv, dtype):
+    model.set_dtype(dtype)
+    cache = ArraysCache(2)
+    cache[0] = inputs(3, 1, 3, 512, conv)
+    with fuse(model, backends="reference", strict=True):
+        out = model.layers[0](inputs(1, 1, 1, dtype=dtype), None, cache)
+    assert (out.dtype, cache[0].dtype, cache[1].dtype) == (dtype, conv, mx.float32)
