@@ -17,7 +17,7 @@ import numpy as np
 
 from . import backends
 from .backends.kernel import MAX_THREADS, SIMD, KernelBackend, Lowered
-from .op import Op
+from .op import Op, Schedule
 from .plan import Primitive, _primitive
 from .spec import DTYPES, QArray, Quant, Spec, SpecError, bind, interval
 
@@ -46,11 +46,9 @@ def sample(
     """
     given = dict(target.samples.get(name, {})) | dims
     dtypes = {"": dtype} if isinstance(dtype, str) else {"": "bf16", **dtype}
-    op = target if isinstance(target, Op) else _make(target, given, dtypes, quant)
-    if op.select("handle"):
-        raise SpecError(
-            f"[{op.name}] wants an op without a handle to draw arguments, got {', '.join(op.select('handle'))}"
-        )
+    if handles := target.select("handle"):
+        raise SpecError(f"[{target.name}] wants no handle where arguments are drawn, got {', '.join(handles)}")
+    op = target if isinstance(target, Op) else _make(target, name, given, dtypes, quant)
     env = {**given, **op.constants()}
     random = np.random.default_rng(seed)
     arguments: Arguments = {}
@@ -62,19 +60,25 @@ def sample(
                 raise SpecError(f"[{op.name}.{key}] wants a sample with all dims of ({dim}), got {name} with {given}")
         kind = dtypes.get(key) or dtypes.get(spec.dtype) or (spec.dtype if spec.dtype in DTYPES else dtypes[""])
         arguments[key] = _draw(op, key, spec, DTYPES[kind], env, random)
+    mx.eval(*[part for x in arguments.values() for part in (x.parts() if isinstance(x, QArray) else [x])])
     return op, arguments
 
 
-def _make(cls: type[Op], given: Arguments, dtypes: Mapping[str, str], quant: Quant | Mapping[str, Quant]) -> Op:
+def _make(
+    cls: type[Op], name: str, given: Arguments, dtypes: Mapping[str, str], quant: Quant | Mapping[str, Quant]
+) -> Op:
     fields = {field.name: field for field in attrs.fields(cls)}  # type: ignore[arg-type]
-    values = {name: value for name, value in given.items() if name in fields}
-    env = {name: field.default for name, field in fields.items()} | values
-    for name, spec in cls.select("qweight").items():
-        wanted = quant if isinstance(quant, Quant) else quant.get(name, quant.get("", Quant()))
+    values = {key: value for key, value in given.items() if key in fields}
+    for key, field in fields.items():
+        if field.default is attrs.NOTHING and key not in values:
+            raise SpecError(f"[{cls.name}] wants a sample with {key}, got {name} with {given}")
+    env = {key: field.default for key, field in fields.items()} | values
+    for key, spec in cls.select("qweight").items():
+        wanted = quant if isinstance(quant, Quant) else quant.get(key, quant.get("", EIGHT))
         group, width = wanted.group, spec.dims[-1].value(env)
         while wanted.bits and width % group:
             group //= 2
-        values.setdefault(name, Quant(wanted.bits, group))
+        values.setdefault(key, Quant(wanted.bits, group))
     if "T" in fields:
         values.setdefault("T", dtypes.get("T") or dtypes[""])
     return cls(**values)
@@ -189,12 +193,21 @@ def floor_of(arguments: Arguments) -> float:
     return max(FLOOR, 2**-24 * max(rows, default=1) ** 0.5)
 
 
-def run(op: Op, arguments: Arguments, backend: str | backends.Backend) -> dict[str, mx.array]:
-    """The outputs of the op on a backend by name, evaluated. Raises SpecError where the backend refuses the op."""
+def run(
+    op: Op, arguments: Arguments, backend: str | backends.Backend, schedule: Schedule | None = None
+) -> dict[str, mx.array]:
+    """The outputs of the op on a backend by name, evaluated. schedule: in place of the backend's own.
+
+    Raises SpecError where the backend refuses the op.
+    """
     found = backends.get(backend) if isinstance(backend, str) else backend
     if reason := found.refuses(op):
         raise SpecError(f"[{op.name}] {reason}")
-    call = found.lower(op, {name: x for name, x in arguments.items() if name in op.weights()})
+    weights = {name: x for name, x in arguments.items() if name in op.weights()}
+    if schedule and isinstance(found, KernelBackend):
+        call: Callable[..., Any] = Lowered(found, op, weights, schedule)
+    else:
+        call = found.lower(op, weights)
     outs = op.as_tuple(call(*[arguments.get(name) for name in op.inputs()]))
     mx.eval(*outs)
     return dict(zip(op.select("out"), outs, strict=True))

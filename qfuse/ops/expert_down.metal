@@ -2,7 +2,8 @@
 // A simdgroup takes `rows` rows: of an expert's matrix for its batch row, or of the shared one for all batch rows.
 constexpr int N = (H + rows - 1) / rows, ROUTED = B * k * N;
 const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
-for (int i = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup; i < ROUTED + N; i += step) {
+const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
+for (int i = start; i < ROUTED + N; i += step) {
   const int slot = i / N, row = i % N * rows;
   if (i < ROUTED) {
     const long n = long(metal::min(indices[slot], uint(E - 1))) * H * I;

@@ -1,7 +1,8 @@
 // One simdgroup a value head, Dv/32 values a lane.
 constexpr int N = (Dv + 31) / 32;
 const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
-for (int i = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup; i < B * Hv; i += step) {
+const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
+for (int i = start; i < B * Hv; i += step) {
   float v[N], sum = 0;
   for (int j = 0; j < N; ++j) {
     v[j] = lane + 32 * j < Dv ? static_cast<float>(y[i * Dv + lane + 32 * j]) : 0.0f;

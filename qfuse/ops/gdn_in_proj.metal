@@ -4,7 +4,8 @@
 constexpr int QKV = (C + rows - 1) / rows, Z = QKV + (Hv * Dv + rows - 1) / rows;
 constexpr int BETA = Z + (Hv + rows - 1) / rows, G = BETA + (Hv + rows - 1) / rows;
 const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
-for (int i = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup; i < G; i += step) {
+const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
+for (int i = start; i < G; i += step) {
   float acc[rows][B] = {};
   const int row = (i - (i < QKV ? 0 : i < Z ? QKV : i < BETA ? Z : BETA)) * rows;
   if (i < QKV) {

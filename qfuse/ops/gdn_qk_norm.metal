@@ -1,7 +1,8 @@
 // One simdgroup a head of q or k, Dk/32 values a lane.
 constexpr int N = (Dk + 31) / 32;
 const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
-for (int i = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup; i < B * 2 * Hk; i += step) {
+const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
+for (int i = start; i < B * 2 * Hk; i += step) {
   const int b = i / (2 * Hk), head = i % (2 * Hk);
   auto in = qkv + b * (2 * Hk * Dk + Nv) + head * Dk;
   auto out = (head < Hk ? q : k) + (b * Hk + head % Hk) * Dk;

@@ -1,7 +1,8 @@
 // A simdgroup takes one value row of a head's state, Dk/32 values a lane, through all steps.
 const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
+const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
 const int batch = state_shape[0], steps = q_shape[0] / batch;
-for (int i = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup; i < batch * Hv * Dv; i += step) {
+for (int i = start; i < batch * Hv * Dv; i += step) {
   const int b = i / (Hv * Dv), hv = i / Dv % Hv, d = i % Dv;
   float s[Dk / 32];
   for (int j = 0; j < Dk / 32; ++j) s[j] = state[long(i) * Dk + lane + 32 * j];

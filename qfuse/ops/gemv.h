@@ -1,4 +1,4 @@
-// Rows of an affine-quantised matrix times B vectors: a simdgroup takes R rows, a lane V inputs at a time, of one group.
+// Rows of an affine-quantised matrix times B vectors: a simdgroup takes R rows, a lane V inputs of a group at a time.
 // A row past the last repeats it, so that no load is out of bounds: the caller masks the store.
 
 template <int N>

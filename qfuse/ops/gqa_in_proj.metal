@@ -3,7 +3,8 @@
 // A simdgroup takes `rows` rows of w_q, w_k or w_v. A head of w_q is D rows of the query, then D of the gate.
 constexpr int NQ = 2 * Hq * D, NK = Hkv * D, Q = (NQ + rows - 1) / rows, KEY = (NK + rows - 1) / rows;
 const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
-for (int i = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup; i < Q + 2 * KEY; i += step) {
+const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
+for (int i = start; i < Q + 2 * KEY; i += step) {
   float acc[rows][B] = {};
   const int row = (i - (i < Q ? 0 : i < Q + KEY ? Q : Q + KEY)) * rows;
   if (i < Q) {

@@ -2,7 +2,8 @@
 // A simdgroup takes `part` columns of h, or `rows` rows of the router on h * w_norm, which it makes as it reads.
 constexpr int P = (H + part - 1) / part, ROUTER = (E + rows - 1) / rows;
 const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
-for (int i = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup; i < ROUTER + B * P; i += step) {
+const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
+for (int i = start; i < ROUTER + B * P; i += step) {
   if (i < ROUTER) {
     const int row = i * rows;
     float acc[rows][B] = {};

@@ -1,6 +1,7 @@
 // One simdgroup a head of queries or keys, its lanes over the dims; the partner of a rotated dim is read again.
 const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
-for (int i = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup; i < B * (Hq + Hkv); i += step) {
+const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
+for (int i = start; i < B * (Hq + Hkv); i += step) {
   const int b = i / (Hq + Hkv), head = i % (Hq + Hkv);
   const bool query = head < Hq;
   auto in = query ? queries + (b * Hq + head) * D : keys + (b * Hkv + head - Hq) * D;

@@ -1,9 +1,10 @@
 #include "swiglu.h"
-// A simdgroup takes `rows` rows of gate and up: of a chosen expert for its batch row, or of the shared one for all rows.
+// A simdgroup takes `rows` rows of gate and up: of a chosen expert for its batch row, or of the shared one for all.
 // It does the routing of a batch row by itself, its lanes over the experts, so that nothing is shared.
 constexpr int N = (I + rows - 1) / rows, ROUTED = B * k * N, GATE = ROUTED + (Is + rows - 1) / rows;
 constexpr int P = (H + part - 1) / part, PER = (E + 31) / 32;
 const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
+const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
 
 float r = 0;  // lane b has the norm's factor of batch row b
 for (int b = 0; b < B; ++b) {
@@ -15,7 +16,7 @@ for (int b = 0; b < B; ++b) {
 
 int routed = -1;  // the batch row of which lane j has the j-th expert
 uint mine = 0;
-for (int i = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup; i <= GATE; i += step) {
+for (int i = start; i <= GATE; i += step) {
   if (i < ROUTED) {
     const int slot = i / N, b = slot / k, row = i % N * rows;
     const float scale = simd_shuffle(r, b);

@@ -1,7 +1,8 @@
 // A simdgroup takes 32 columns of one head; its lanes first weigh the blocks, then hand the weights round.
 constexpr int COLUMNS = (D + 31) / 32, N = (blocks + 31) / 32;
 const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
-for (int i = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup; i < B * Hq * COLUMNS; i += step) {
+const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
+for (int i = start; i < B * Hq * COLUMNS; i += step) {
   const int head = i / COLUMNS, d = i % COLUMNS * 32 + lane;
   float weight[N], top = -INFINITY, total = 0, o = 0;
   for (int j = 0; j < N; ++j) {

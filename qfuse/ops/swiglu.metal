@@ -1,8 +1,9 @@
 #include "swiglu.h"
-// A simdgroup takes `rows` rows of gate and up: of an expert for its batch row, or of the shared one for all batch rows.
+// A simdgroup takes `rows` rows of gate and up: of an expert for its batch row, or of the shared one for all rows.
 constexpr int N = (I + rows - 1) / rows, ROUTED = B * k * N, NS = (Is + rows - 1) / rows;
 const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
-for (int i = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup; i < ROUTED + NS; i += step) {
+const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
+for (int i = start; i < ROUTED + NS; i += step) {
   if (i < ROUTED) {
     const int slot = i / N, row = i % N * rows, e = metal::min(indices[slot], uint(E - 1));
     float gate[rows][1] = {}, up[rows][1] = {};
