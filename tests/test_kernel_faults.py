@@ -120,6 +120,12 @@ def test_a_row_need_not_be_a_multiple_of_256(K, bits):
     check(*sample(REGISTRY["expert_down"], quant=quant, I=K, Is=K))
 
 
+@pytest.mark.parametrize("part", [20, 32, 48])
+@pytest.mark.parametrize("name", ["o_proj_router", "norm_router"])
+def test_a_partial_may_be_of_any_width(name, part):
+    check(*sample(REGISTRY[name], "small", dtype="f32", part=part))
+
+
 def route(logits, k=3, **fields):
     """indices and scores of these logits [B, E], by the simulator, with the same by the reference."""
     B, E = np.shape(logits)

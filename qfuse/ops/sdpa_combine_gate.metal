@@ -16,9 +16,11 @@ for (int i = start; i < B * Hq * COLUMNS; i += step) {
     if (lane + 32 * j < blocks) total += weight[j] * sum_part[head * blocks + lane + 32 * j];
   }
   total = simd_sum(total);
-  for (int j = 0; j < blocks; ++j) {
-    const float w = simd_shuffle(weight[j / 32], j % 32);
-    if (d < D) o += w * o_part[long(head * blocks + j) * D + d];
+  for (int j = 0; j < N; ++j) {
+    for (int n = 32 * j; n < metal::min(32 * j + 32, blocks); ++n) {
+      const float w = simd_shuffle(weight[j], n % 32);
+      if (d < D) o += w * o_part[long(head * blocks + n) * D + d];
+    }
   }
   if (d < D) a[head * D + d] = static_cast<T>(total > 0 ? o / total * gate[head * D + d] : 0.0f);
 }
