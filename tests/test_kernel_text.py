@@ -31,7 +31,7 @@ BYTES = {
     "o_proj_router": 4322,
     "qk_norm_rope": 1228,
     "route_swiglu": 6050,
-    "sdpa_combine_gate": 966,
+    "sdpa_combine_gate": 1012,
     "sdpa_partial": 1592,
     "swiglu": 4399,
 }
