@@ -20,20 +20,20 @@ FILES = sorted(path for kind in ("*.metal", "*.h") for path in Path(qfuse.ops.__
 
 # Header and body as compiled for Metal at production size, bf16, 8 bits in groups of 64, with masks.
 BYTES = {
-    "expert_down": 3491,
-    "gdn_gated_norm": 641,
-    "gdn_in_proj": 4503,
-    "gdn_qk_norm": 775,
-    "gdn_step": 1184,
-    "gqa_in_proj": 3735,
-    "moe_combine": 443,
-    "norm_router": 4000,
-    "o_proj_router": 4322,
-    "qk_norm_rope": 1228,
-    "route_swiglu": 6050,
-    "sdpa_combine_gate": 1012,
-    "sdpa_partial": 1592,
-    "swiglu": 4399,
+    "expert_down": 3426,
+    "gdn_gated_norm": 602,
+    "gdn_in_proj": 4334,
+    "gdn_qk_norm": 736,
+    "gdn_step": 1119,
+    "gqa_in_proj": 3644,
+    "moe_combine": 417,
+    "norm_router": 3870,
+    "o_proj_router": 4205,
+    "qk_norm_rope": 1098,
+    "route_swiglu": 6102,
+    "sdpa_combine_gate": 999,
+    "sdpa_partial": 1540,
+    "swiglu": 4334,
 }
 
 

@@ -50,7 +50,7 @@ def test_a_call_runs_the_reference_and_names_its_outputs():
         ({"x": In("B"), "y": Out("Q"), "reference": lambda self, x: x}, "wants dims of fields and inputs, got Q in Q"),
         (
             {"x": In("B"), "rows": Out("B"), "reference": lambda self, x: x},
-            "names that a schedule leaves free, got rows",
+            "that a schedule leaves free, got rows",
         ),
         ({"x": In("2*B"), "y": Out("B"), "reference": lambda self, x: x}, "got B in 2 . B"),
     ],

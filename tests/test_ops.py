@@ -62,7 +62,7 @@ def test_op_at_production_size(name, backend):
     compare(op, run(op, arguments, backend), arguments)
 
 
-@pytest.mark.parametrize("B", [1, 8])
+@pytest.mark.parametrize("B", [1, 8, 33])
 @pytest.mark.parametrize("name", KERNELS)
 def test_op_with_one_row_and_with_eight(name, B, backend):
     op, arguments = made(name, "small", B=B, **({"M": 2 * B} if name == "gdn_step" else {}))

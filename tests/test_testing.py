@@ -34,8 +34,8 @@ class ScaledSum(Op):
         return (a + b) * w.astype(a.dtype)
 '''
 BODY = """for (int i = thread_position_in_grid.x; i < B * N; i += threads_per_grid.x) {
-  const float sum = static_cast<float>(a[i]) + static_cast<float>(b[i]);
-  y[i] = static_cast<T>(sum * static_cast<float>(w[i % N]));
+  const float sum = float(a[i]) + float(b[i]);
+  y[i] = T(sum * float(w[i % N]));
 }
 """
 
@@ -67,7 +67,7 @@ def test_an_op_from_elsewhere_is_checked_as_ours_are(scaled_sum, dtype):
     ("old", "new", "message"),
     [
         ("w[i % N]", "w[0]", r"^\[scaled_sum.y\] at \[\d, \d+\] wants \S+, got \S+; error / allowed = \S+$"),
-        ("* static_cast<float>(w[i % N])", "/ 0.0f", r"^\[scaled_sum.y\] at .* got (inf|-inf|nan);"),
+        ("* float(w[i % N])", "/ 0.0f", r"^\[scaled_sum.y\] at .* got (inf|-inf|nan);"),
         ("b[i]", "b[i % N]", r"^\[scaled_sum.y\] at \[[12], \d+\] wants"),
     ],
 )

@@ -5,12 +5,12 @@ const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_
 for (int i = start; i < B * Hv; i += step) {
   float v[N], sum = 0;
   for (int j = 0; j < N; ++j) {
-    v[j] = lane + 32 * j < Dv ? static_cast<float>(y[i * Dv + lane + 32 * j]) : 0.0f;
+    v[j] = lane + 32 * j < Dv ? float(y[i * Dv + lane + 32 * j]) : 0.0f;
     sum += v[j] * v[j];
   }
   const float r = metal::rsqrt(simd_sum(sum) / Dv + eps);
   for (int j = 0; j < N; ++j) {
     const int d = lane + 32 * j;
-    if (d < Dv) a[i * Dv + d] = static_cast<T>(v[j] * r * static_cast<float>(w_norm[d]) * z[i * Dv + d]);
+    if (d < Dv) a[i * Dv + d] = T(v[j] * r * float(w_norm[d]) * z[i * Dv + d]);
   }
 }

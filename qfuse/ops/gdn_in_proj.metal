@@ -24,22 +24,22 @@ for (int i = start; i < G; i += step) {
 #if HAS_MASK
       if (!mask[b]) value = 0;
 #endif
-      const S last = static_cast<S>(value);
-      float conv = static_cast<float>(last) * static_cast<float>(w_conv[c * Kc + Kc - 1]);
+      const S last = S(value);
+      float conv = float(last) * float(w_conv[c * Kc + Kc - 1]);
       for (int t = 0; t < Kc - 1; ++t) {
         const int at = (b * (Kc - 1) + t) * C + c;
-        conv += static_cast<float>(conv_state[at]) * static_cast<float>(w_conv[c * Kc + t]);
+        conv += float(conv_state[at]) * float(w_conv[c * Kc + t]);
         conv_state_next[at] = t < Kc - 2 ? conv_state[at + C] : last;
       }
-      qkv[b * C + c] = static_cast<T>(silu(conv));
+      qkv[b * C + c] = T(silu(conv));
     } else if (i >= QKV && i < Z && c < Hv * Dv) {
       z[b * Hv * Dv + c] = silu(value);
     } else if (i >= Z && i < BETA && c < Hv) {
       beta[b * Hv + c] = sigmoid(value);
     } else if (i >= BETA && c < Hv) {
-      const float x = value + static_cast<float>(dt_bias[c]);
+      const float x = value + float(dt_bias[c]);
       const float softplus = metal::max(x, 0.0f) + metal::log(1.0f + metal::exp(-metal::abs(x)));
-      g[b * Hv + c] = metal::exp(-metal::exp(static_cast<float>(A_log[c])) * softplus);
+      g[b * Hv + c] = metal::exp(-metal::exp(float(A_log[c])) * softplus);
     }
   }
 }

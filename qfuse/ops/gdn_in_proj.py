@@ -45,6 +45,7 @@ class GDNInProj(Op):
         "w_a.bits in (4, 8)",
         "H % 32 == 0",
         "H >= 64",
+        "Kc >= 2",
     )
     tiles = (
         "((C + rows - 1) // rows + (Hv*Dv + rows - 1) // rows + 2 * ((Hv + rows - 1) // rows)"

@@ -8,11 +8,11 @@ for (int i = start; i < B * 2 * Hk; i += step) {
   auto out = (head < Hk ? q : k) + (b * Hk + head % Hk) * Dk;
   float x[N], sum = 0;
   for (int j = 0; j < N; ++j) {
-    x[j] = lane + 32 * j < Dk ? static_cast<float>(in[lane + 32 * j]) : 0.0f;
+    x[j] = lane + 32 * j < Dk ? float(in[lane + 32 * j]) : 0.0f;
     sum += x[j] * x[j];
   }
   float scale = metal::rsqrt(simd_sum(sum) + l2_eps);
-  if (head < Hk) scale *= metal::rsqrt(static_cast<float>(Dk));
+  if (head < Hk) scale *= metal::rsqrt(float(Dk));
   for (int j = 0; j < N; ++j)
-    if (lane + 32 * j < Dk) out[lane + 32 * j] = static_cast<T>(x[j] * scale);
+    if (lane + 32 * j < Dk) out[lane + 32 * j] = T(x[j] * scale);
 }

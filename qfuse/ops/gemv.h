@@ -18,7 +18,7 @@ inline void gemv_words(thread uint (&w)[N], const device uint* p) {
 // The i-th of the values of type X in a word.
 template <typename X>
 inline float gemv_value(uint word, int i) {
-  return static_cast<float>(as_type<X>(static_cast<ushort>(word >> (16 * i))));
+  return float(as_type<X>(ushort(word >> (16 * i))));
 }
 template <>
 inline float gemv_value<float>(uint word, int) {
@@ -52,10 +52,10 @@ inline void gemv_rows(
     const int n = metal::min(row + r, last), g = n * (K / GROUP) + k / GROUP;
     uint codes[V / PER];
     gemv_words(codes, w + n * (K / PER) + k / PER);
-    const float scale = static_cast<float>(scales[g]), bias = static_cast<float>(biases[g]);
+    const float scale = float(scales[g]), bias = float(biases[g]);
     float dot[B] = {};
     for (int i = 0; i < V; ++i) {
-      const float code = static_cast<float>((codes[i / PER] >> (BITS * (i % PER))) & ((1u << BITS) - 1));
+      const float code = float((codes[i / PER] >> (BITS * (i % PER))) & ((1u << BITS) - 1));
       for (int b = 0; b < B; ++b) dot[b] += code * v[b][i];
     }
     for (int b = 0; b < B; ++b) acc[r][b] += scale * dot[b] + bias * sum[b];

@@ -18,9 +18,9 @@ for (int i = start; i < Q + 2 * KEY; i += step) {
     const int b = j / rows, c = row + j % rows, head = c / (2 * D), d = c % (2 * D);
     const float value = gemv_pick(acc, j % rows, b);
     if (i >= Q) {
-      if (c < NK) (i < Q + KEY ? keys : values)[b * NK + c] = static_cast<T>(value);
+      if (c < NK) (i < Q + KEY ? keys : values)[b * NK + c] = T(value);
     } else if (c < NQ && d < D) {
-      queries[(b * Hq + head) * D + d] = static_cast<T>(value);
+      queries[(b * Hq + head) * D + d] = T(value);
     } else if (c < NQ) {
       gate[(b * Hq + head) * D + d - D] = sigmoid(value);
     }

@@ -5,5 +5,5 @@ for (int i = thread_position_in_grid.x; i < B * H; i += threads_per_grid.x) {
   float sum = 0;
   for (int j = 0; j < k; ++j) sum += scores[b * k + j] * d_routed[(b * k + j) * H + c];
   sum += sigmoid(shared_gate_logit[b]) * d_shared[i];
-  out[i] = static_cast<T>(sum + static_cast<float>(h[i]));
+  out[i] = T(sum + float(h[i]));
 }

@@ -15,9 +15,9 @@ for (int i = start; i < ROUTER + B * P; i += step) {
     const int b = (i - ROUTER) / P, p = (i - ROUTER) % P;
     float sum = 0;
     for (int c = p * part + lane; c < metal::min((p + 1) * part, H); c += 32) {
-      const float value = static_cast<float>(x[b * H + c]) + static_cast<float>(r[b * H + c]);
-      h[b * H + c] = static_cast<T>(value);
-      hw[b * H + c] = static_cast<T>(value * static_cast<float>(w_norm[c]));
+      const float value = float(x[b * H + c]) + float(r[b * H + c]);
+      h[b * H + c] = T(value);
+      hw[b * H + c] = T(value * float(w_norm[c]));
       sum += value * value;
     }
     sum = simd_sum(sum);

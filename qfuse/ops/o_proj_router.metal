@@ -13,9 +13,9 @@ for (int tile = threadgroup_position_in_grid.x; tile < P + (E + ROUTER - 1) / RO
         const int b = j / rows, c = j % rows;
         if (first + c < part) squares[b * part + first + c] = 0;
         if (first + c < part && row + c < H) {
-          const float value = static_cast<float>(x[b * H + row + c]) + gemv_pick(acc, c, b);
-          h[b * H + row + c] = static_cast<T>(value);
-          hw[b * H + row + c] = static_cast<T>(value * static_cast<float>(w_norm[row + c]));
+          const float value = float(x[b * H + row + c]) + gemv_pick(acc, c, b);
+          h[b * H + row + c] = T(value);
+          hw[b * H + row + c] = T(value * float(w_norm[row + c]));
           squares[b * part + first + c] = value * value;
         }
       }

@@ -7,18 +7,18 @@ for (int i = start; i < B * (Hq + Hkv); i += step) {
   auto in = query ? queries + (b * Hq + head) * D : keys + (b * Hkv + head - Hq) * D;
   auto out = query ? q_rot + (b * Hq + head) * D : k_rot + (b * Hkv + head - Hq) * D;
   float sum = 0;
-  for (int d = lane; d < D; d += 32) sum += static_cast<float>(in[d]) * static_cast<float>(in[d]);
+  for (int d = lane; d < D; d += 32) sum += float(in[d]) * float(in[d]);
   const float scale = metal::rsqrt(simd_sum(sum) / D + eps);
   for (int d = lane; d < D; d += 32) {
-    const float w = query ? static_cast<float>(w_qnorm[d]) : static_cast<float>(w_knorm[d]);
-    float x = scale * w * static_cast<float>(in[d]);
+    const float w = query ? float(w_qnorm[d]) : float(w_knorm[d]);
+    float x = scale * w * float(in[d]);
     if (d < R) {
       const int p = d % (R / 2), partner = d < R / 2 ? d + R / 2 : p;
-      const float v = query ? static_cast<float>(w_qnorm[partner]) : static_cast<float>(w_knorm[partner]);
-      const float y = scale * v * static_cast<float>(in[partner]);
-      const float angle = position[b] * metal::exp2(static_cast<float>(p) / (-R / 2) * metal::log2(theta));
+      const float v = query ? float(w_qnorm[partner]) : float(w_knorm[partner]);
+      const float y = scale * v * float(in[partner]);
+      const float angle = position[b] * metal::exp2(float(p) / (-R / 2) * metal::log2(theta));
       x = x * metal::cos(angle) + (d < R / 2 ? -y : y) * metal::sin(angle);
     }
-    out[d] = static_cast<T>(x);
+    out[d] = T(x);
   }
 }

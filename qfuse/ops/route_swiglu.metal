@@ -1,3 +1,4 @@
+#include "norm_factor.h"
 #include "swiglu.h"
 // A simdgroup takes `rows` rows of gate and up: of a chosen expert for its batch row, or of the shared one for all.
 // It does the routing of a batch row by itself, its lanes over the experts, so that nothing is shared.
@@ -5,26 +6,18 @@ constexpr int N = (I + rows - 1) / rows, ROUTED = B * k * N, GATE = ROUTED + (Is
 constexpr int P = (H + part - 1) / part, PER = (E + 31) / 32;
 const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
 const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
-
-float r = 0;  // lane b has the norm's factor of batch row b
-for (int b = 0; b < B; ++b) {
-  float sum = 0;
-  for (int p = lane; p < P; p += 32) sum += x2[b * P + p];
-  sum = simd_sum(sum);
-  if (lane == b) r = metal::rsqrt(sum / H + eps);
-}
-
-int routed = -1;  // the batch row of which lane j has the j-th expert
+int routed = -1;  // the batch row whose j-th expert lane j has, and whose norm has the factor r
 uint mine = 0;
+float r = 0;
 for (int i = start; i <= GATE; i += step) {
   if (i < ROUTED) {
     const int slot = i / N, b = slot / k, row = i % N * rows;
-    const float scale = simd_shuffle(r, b);
     if (b != routed) {
       routed = b;
+      r = norm_factor<P>(x2 + b * P, H, eps, lane);
       float logit[PER], odd = 0, best = 0, highest = 0;
       for (int j = 0; j < PER; ++j) {
-        logit[j] = lane + 32 * j < E ? scale * router_dot[b * E + lane + 32 * j] : -INFINITY;
+        logit[j] = lane + 32 * j < E ? r * router_dot[b * E + lane + 32 * j] : -INFINITY;
         if (metal::isnan(logit[j])) odd = logit[j], logit[j] = -INFINITY;
       }
       uint gone = 0;
@@ -58,14 +51,14 @@ for (int i = start; i <= GATE; i += step) {
         gate, up, hw + b * H, e, w_gate, w_gate_scales, w_gate_biases, w_up, w_up_scales, w_up_biases, row, lane);
     for (int j = lane; j < rows; j += 32)
       if (row + j < I)
-        act_routed[slot * I + row + j] = silu(scale * gemv_pick(gate, j, 0)) * scale * gemv_pick(up, j, 0);
+        act_routed[slot * I + row + j] = silu(r * gemv_pick(gate, j, 0)) * r * gemv_pick(up, j, 0);
   } else if (i < GATE) {
     const int row = (i - ROUTED) * rows;
     float gate[rows][B] = {}, up[rows][B] = {};
     gate_up<ws_gate_bits, ws_gate_group, ws_up_bits, ws_up_group, Is, H, take>(
         gate, up, hw, 0, ws_gate, ws_gate_scales, ws_gate_biases, ws_up, ws_up_scales, ws_up_biases, row, lane);
     for (int b = 0; b < B; ++b) {
-      const float scale = simd_shuffle(r, b);
+      const float scale = norm_factor<P>(x2 + b * P, H, eps, lane);
       for (int c = 0; c < rows; ++c) gate[c][b] *= scale, up[c][b] *= scale;
     }
     for (int j = lane; j < rows * B; j += 32) {
@@ -76,6 +69,9 @@ for (int i = start; i <= GATE; i += step) {
     float acc[1][B] = {};
     gemv<w_shared_gate_bits, w_shared_gate_group, H, take>(
         acc, hw, w_shared_gate, w_shared_gate_scales, w_shared_gate_biases, 0, 0, lane);
-    if (lane < B) shared_gate_logit[lane] = r * gemv_pick(acc, 0, lane);
+    for (int b = 0; b < B; ++b) {
+      const float logit = acc[0][b] * norm_factor<P>(x2 + b * P, H, eps, lane);
+      if (lane == 0) shared_gate_logit[b] = logit;
+    }
   }
 }

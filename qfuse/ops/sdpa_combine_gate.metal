@@ -22,5 +22,5 @@ for (int i = start; i < B * Hq * COLUMNS; i += step) {
       if (d < D) o += w * o_part[long(head * blocks + n) * D + d];
     }
   }
-  if (d < D) a[head * D + d] = static_cast<T>(total > 0 ? o / total * gate[head * D + d] : 0.0f);
+  if (d < D) a[head * D + d] = T(total > 0 ? o / total * gate[head * D + d] : 0.0f);
 }

@@ -13,7 +13,7 @@ for (int tile = threadgroup_position_in_grid.x; tile < B * Hkv * blocks; tile +=
   for (int h = 0; h < HEADS; ++h) {
     top[h] = -INFINITY;
     for (int j = 0; j < PER; ++j)
-      q[h][j] = static_cast<float>(q_rot[(kv * G + metal::min(first + h, G - 1)) * D + lane + 32 * j]);
+      q[h][j] = float(q_rot[(kv * G + metal::min(first + h, G - 1)) * D + lane + 32 * j]);
   }
   for (int n = block; n < end; n += blocks) {
 #if HAS_MASK
@@ -21,13 +21,13 @@ for (int tile = threadgroup_position_in_grid.x; tile < B * Hkv * blocks; tile +=
 #endif
     float k[PER], v[PER];
     for (int j = 0; j < PER; ++j) {
-      k[j] = static_cast<float>(keys[long(n) * D + 32 * j]);
-      v[j] = static_cast<float>(values[long(n) * D + 32 * j]);
+      k[j] = float(keys[long(n) * D + 32 * j]);
+      v[j] = float(values[long(n) * D + 32 * j]);
     }
     for (int h = 0; h < HEADS; ++h) {
       float s = 0;
       for (int j = 0; j < PER; ++j) s += q[h][j] * k[j];
-      s = simd_sum(s) * metal::rsqrt(static_cast<float>(D));
+      s = simd_sum(s) * metal::rsqrt(float(D));
       const float higher = metal::max(top[h], s), old = metal::exp(top[h] - higher), weight = metal::exp(s - higher);
       top[h] = higher;
       sum[h] = sum[h] * old + weight;
