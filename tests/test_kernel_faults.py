@@ -6,12 +6,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from qfuse import REGISTRY, Quant, SpecError
+from qfuse import REGISTRY, Quant, SpecError, backends
 from qfuse.backends.kernel import MAX_THREADS, SIMD
 from qfuse.op import Schedule
 from qfuse.testing import compare, oracle, reference, run, sample
 
 SIM = "sim"
+WHY_NOT = backends.BACKENDS[SIM].unavailable()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
 def check(op, arguments, schedule=None):

@@ -109,32 +109,32 @@ quants = st.builds(Quant, st.sampled_from([4, 8]), st.sampled_from([32, 64, 128]
 
 @few
 @given(st.integers(1, 5), st.integers(1, 70), st.integers(2, 20), quants, st.integers(1, 6), st.integers(1, 16))
-def test_projections_of_any_shape(B, D, K, quant, rows, simdgroups):
+def test_projections_of_any_shape(sim, B, D, K, quant, rows, simdgroups):
     op, arguments = sample(REGISTRY["gqa_in_proj"], quant=quant, H=32 * K, Hq=3, Hkv=1, D=D, B=B)
-    compare(op, run(op, arguments, "sim", Schedule(rows=rows, simdgroups=simdgroups)), arguments)
+    compare(op, run(op, arguments, sim, Schedule(rows=rows, simdgroups=simdgroups)), arguments)
 
 
 @few
 @given(st.integers(1, 4), st.integers(1, 70), st.integers(1, 8), st.integers(1, 9), quants)
-def test_routing_of_any_shape(B, E, k, I, quant):
+def test_routing_of_any_shape(sim, B, E, k, I, quant):
     op, arguments = sample(
         REGISTRY["route_swiglu"], quant=quant, H=128, E=max(E, k), k=k, I=I, Is=I + 1, B=B, norm_topk=E % 2 == 0
     )
-    compare(op, run(op, arguments, "sim"), arguments)
+    compare(op, run(op, arguments, sim), arguments)
 
 
 @few
 @given(st.integers(1, 90), st.integers(1, 40), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.data())
-def test_attention_over_any_number_of_keys(A, blocks, group, Hkv, masked, data):
+def test_attention_over_any_number_of_keys(sim, A, blocks, group, Hkv, masked, data):
     N = data.draw(st.integers(1, A))
     dims = {"Hq": group * Hkv, "Hkv": Hkv, "D": 32, "A": A, "N": N, "B": 2, "blocks": blocks}
     op, arguments = sample(REGISTRY["sdpa_partial"], optional=masked, **dims)
-    compare(op, run(op, arguments, "sim"), arguments)
+    compare(op, run(op, arguments, sim), arguments)
 
 
 @few
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 40), st.booleans())
-def test_the_recurrence_over_any_number_of_steps(B, steps, repeat, Dv, masked):
+def test_the_recurrence_over_any_number_of_steps(sim, B, steps, repeat, Dv, masked):
     dims = {"Hk": 2, "Hv": 2 * repeat, "Dk": 64, "Dv": Dv, "B": B, "M": B * steps}
     op, arguments = sample(REGISTRY["gdn_step"], dtype="f32", optional=masked, **dims)
-    compare(op, run(op, arguments, "sim"), arguments)
+    compare(op, run(op, arguments, sim), arguments)

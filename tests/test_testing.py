@@ -58,8 +58,8 @@ def scaled_sum(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
-def test_an_op_from_elsewhere_is_checked_as_ours_are(scaled_sum, dtype):
-    found = opcheck(*sample(scaled_sum(), dtype=dtype), backend="sim")
+def test_an_op_from_elsewhere_is_checked_as_ours_are(scaled_sum, dtype, sim):
+    found = opcheck(*sample(scaled_sum(), dtype=dtype), backend=sim)
     assert found["y"].ratio <= 1
 
 
@@ -71,9 +71,9 @@ def test_an_op_from_elsewhere_is_checked_as_ours_are(scaled_sum, dtype):
         ("b[i]", "b[i % N]", r"^\[scaled_sum.y\] at \[[12], \d+\] wants"),
     ],
 )
-def test_a_wrong_kernel_is_reported(scaled_sum, old, new, message):
+def test_a_wrong_kernel_is_reported(scaled_sum, old, new, message, sim):
     with pytest.raises(AssertionError, match=message):
-        opcheck(*sample(scaled_sum(BODY.replace(old, new))), backend="sim")
+        opcheck(*sample(scaled_sum(BODY.replace(old, new))), backend=sim)
 
 
 def test_a_backend_that_gives_another_result_the_second_time_is_reported(scaled_sum):
