@@ -1,7 +1,7 @@
 """Testing ops, ours and anyone's: random arguments from an op's declarations, a tolerance without tuning, and checks.
 
-op, arguments = sample(MyOp, "small", dtype="bf16")
-opcheck(op, arguments, "sim")
+>>> op, arguments = sample(MyOp, "small", dtype="bf16")  # doctest: +SKIP
+>>> opcheck(op, arguments, "sim")  # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -260,12 +260,13 @@ def opcheck(op: Op, arguments: Arguments, backend: str | backends.Backend = "sim
     of a batch as each alone; geometry within limits; one kernel in the trace; wrong arguments refused. A checking
     backend such as sim reports what it finds in the kernel itself. Raises AssertionError on the first that fails.
     """
+    chosen = backends.get(backend) if isinstance(backend, str) else backend
     before = {name: _copies(x) for name, x in arguments.items()}
-    got = run(op, arguments, backend)
-    bind(f"{op.name} {backend}", op.select("out").items(), got, op.bind(arguments))
+    got = run(op, arguments, chosen)
+    bind(f"{op.name} {chosen.name}", op.select("out").items(), got, op.bind(arguments))
     found = compare(op, got, arguments)
 
-    again = run(op, arguments, backend)
+    again = run(op, arguments, chosen)
     for name, x in got.items():
         assert _same(x, again[name]), f"[{op.name}.{name}] wants the same result twice, got two"
     for name, x in arguments.items():
@@ -274,10 +275,9 @@ def opcheck(op: Op, arguments: Arguments, backend: str | backends.Backend = "sim
 
     batch = op.bind(arguments).get("B", 1)
     if batch > 1:
-        alone = [run(op, row, backend) for row in _rows(op, arguments, batch)]
+        alone = [run(op, row, chosen) for row in _rows(op, arguments, batch)]
         compare(op, {name: mx.concatenate([one[name] for one in alone]) for name in got}, arguments, "row by row")
 
-    chosen = backends.BACKENDS[backend] if isinstance(backend, str) else backend
     if isinstance(chosen, KernelBackend) and not op.library:
         check_launch(op, arguments, chosen)
     for wrong in error_inputs(op, arguments):
