@@ -33,7 +33,7 @@ BYTES = {
     "route_swiglu": 6102,
     "sdpa_combine_gate": 999,
     "sdpa_partial": 1540,
-    "swiglu": 4334,
+    "swiglu": 3981,
 }
 
 

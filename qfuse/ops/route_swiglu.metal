@@ -1,3 +1,4 @@
+#include "gemv.h"
 #include "norm_factor.h"
 #include "swiglu.h"
 // A simdgroup takes `rows` rows of gate and up: of a chosen expert for its batch row, or of the shared one for all.

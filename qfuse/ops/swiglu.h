@@ -1,4 +1,4 @@
-#include "gemv.h"
+#include "gemv_rows.h"
 #include "silu.h"
 // gate and up += their rows of matrix e times x, each complete in every lane; x is read once for both.
 template <int GB, int GG, int UB, int UG, int N, int K, int V, int R, int B, typename X, typename GS, typename US>
