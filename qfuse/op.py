@@ -39,13 +39,18 @@ class Schedule:
     """How a kernel's work is split on one backend; the algorithm does not depend on it.
 
     rows: output rows of a simdgroup at a time. simdgroups: 32-thread groups of a threadgroup, 1 to 16.
-    values: inputs that a lane takes at a time. cap: most threadgroups of a launch, 0 for one per tile.
+    take: inputs that a lane takes at a time, 8, 16 or 32. cap: most threadgroups of a launch, 0 for one per tile.
     """
 
     rows: int = 4
     simdgroups: int = 2
-    values: int = 8
+    take: int = 8
     cap: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        needs = ("1 <= rows", "1 <= simdgroups <= 16", "take in (8, 16, 32)", "0 <= cap")
+        if reason := unmet(needs, attrs.asdict(self)):
+            raise SpecError(f"[schedule] {reason}")
 
 
 class Op:
@@ -198,6 +203,8 @@ def _check(cls: type[Op], fields: set[str]) -> None:
         raise SpecError(f"[{place}.reference] wants ({', '.join(wanted)}), got ({', '.join(got)})")
     if not cls.select("out"):
         raise SpecError(f"[{place}] wants an output, got none")
+    if taken := [name for name in attrs.fields_dict(Schedule) if name in fields or name in cls.specs]:
+        raise SpecError(f"[{place}] wants names that a schedule leaves free, got {', '.join(taken)}")
     read = {d.text for s in (cls.inputs() | cls.weights()).values() for d in s.dims if d.text.isidentifier()}
     for name, spec in cls.specs.items():
         if spec.kind == "out" and cls.select("handle"):

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from qfuse import models, tiny
+from qfuse import backends, models, tiny
 
 
 def make_model(
@@ -42,3 +42,11 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     """Nothing that a test makes lands in the user's cache, and all tests of a run share one."""
     root = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setenv("QFUSE_CACHE_DIR", str(root))
+
+
+@pytest.fixture
+def sim() -> str:
+    """The name of the simulator's backend; the test is skipped, with the reason, where there is none."""
+    if reason := backends.BACKENDS["sim"].unavailable():
+        pytest.skip(reason)
+    return "sim"

@@ -48,6 +48,10 @@ def test_a_call_runs_the_reference_and_names_its_outputs():
         ({"x": In("B"), "y": Out("B"), "reference": lambda self, z: z}, r"wants \(x\), got \(z\)"),
         ({"x": In("B"), "reference": lambda self, x: x}, "wants an output, got none"),
         ({"x": In("B"), "y": Out("Q"), "reference": lambda self, x: x}, "wants dims of fields and inputs, got Q in Q"),
+        (
+            {"x": In("B"), "rows": Out("B"), "reference": lambda self, x: x},
+            "that a schedule leaves free, got rows",
+        ),
         ({"x": In("2*B"), "y": Out("B"), "reference": lambda self, x: x}, "got B in 2 . B"),
     ],
 )

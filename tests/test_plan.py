@@ -4,8 +4,9 @@ import pytest
 from qfuse import Graph, Quant, SpecError, backends, build, op
 from qfuse.graphs import moe_5
 from qfuse.op import Op
-from qfuse.ops import GDNQKNorm, RMSNorm
+from qfuse.ops import GDNStep, RMSNorm
 from qfuse.spec import In, Out, QArray
+from qfuse.testing import sample
 
 DIMS = {"H": 64, "Ka": 128, "E": 8, "k": 2, "I": 32, "Is": 32}
 
@@ -89,13 +90,15 @@ def test_a_missing_weight_and_one_that_does_not_fit():
 
 
 def test_an_op_that_no_backend_takes_runs_its_reference_and_the_report_says_why():
+    step, arguments = sample(GDNStep, Hk=1, Hv=1, Dk=33, Dv=2, M=1, B=1, optional=False)
     g = Graph("g")
-    q, k = GDNQKNorm(Hk=1, Dk=33, Nv=0)(qkv=g.input("qkv", "B, 66"))
-    g.output(q=q, k=k)
+    dims = {name: ", ".join(map(str, x.shape)) for name, x in arguments.items()}
+    refs = {name: g.input(name, dims[name], step.inputs()[name].dtype) for name in arguments}
+    g.output(**step(**refs)._asdict())
     plan = build(g, {}, ("metal",))
     assert plan.steps[0].backend == "reference"
     assert "[metal: wants Dk % 32 == 0, got Dk=33]" in plan.report()
-    assert plan.run(mx.ones((1, 66)))[0].shape == (1, 1, 33)
+    assert plan.run(*arguments.values())[0].shape == (1, 1, 2)
 
 
 @pytest.fixture

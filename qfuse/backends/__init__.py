@@ -31,9 +31,13 @@ class Backend(Protocol):
         """
 
 
-from . import metal, reference  # noqa: E402 (the protocol above is what a backend module imports)
+from . import metal, reference, sim_backend  # noqa: E402 (the protocol above is what a backend module imports)
 
-BACKENDS: dict[str, Backend] = {"reference": reference.ReferenceBackend(), "metal": metal.MetalBackend()}
+BACKENDS: dict[str, Backend] = {
+    "reference": reference.ReferenceBackend(),
+    "metal": metal.MetalBackend(),
+    "sim": sim_backend.SimBackend(),
+}
 
 
 def find(name: str) -> Backend:

@@ -62,38 +62,43 @@ def render(
     for name, spec in (op.inputs() | op.weights()).items():
         if not spec.optional or name in present:
             inputs += [name, f"{name}_scales", f"{name}_biases"] if spec.kind == "qweight" else [name]
-    prelude = [line for name, line in _prelude(op, env, present, schedule) if re.search(rf"\b{name}\b", body)]
+    prelude = _prelude(op, env, present, schedule, body)
     source = "\n".join([*prelude, f'#line 1 "{path.name}"', body] if lines else [*prelude, body]) + "\n"
     digest = sha256((header + source).encode()).hexdigest()[:8]
     return KernelText(f"{op.name}_{digest}", header, source, tuple(inputs), tuple(op.select("out")))
 
 
-def _prelude(op: Op, env: Mapping[str, Any], present: frozenset[str], schedule: Schedule) -> list[tuple[str, str]]:
-    lines: list[tuple[str, str]] = []
+def _prelude(op: Op, env: Mapping[str, Any], present: frozenset[str], schedule: Schedule, body: str) -> list[str]:
+    """The constants, types and macros that the body mentions, a line a kind."""
+    types: list[str] = []
+    defined: dict[str, list[str]] = {}
+
+    def define(kind: str, name: str, value: Any) -> None:
+        if re.search(rf"\b{name}\b", body):
+            defined.setdefault(kind, []).append(f"{name}={value}")
+
     for name, value in {**env, **attrs.asdict(schedule)}.items():
         if name in op.dynamic:
             continue
         if isinstance(value, Quant):
-            lines += [
-                (f"{name}_{part}", f"constexpr int {name}_{part} = {n};") for part, n in attrs.asdict(value).items()
-            ]
+            for part, number in attrs.asdict(value).items():
+                define("constexpr int", f"{name}_{part}", number)
         elif isinstance(value, bool):
-            lines.append((name, f"constexpr bool {name} = {str(value).lower()};"))
+            define("constexpr bool", name, str(value).lower())
         elif isinstance(value, int):
-            lines.append((name, f"constexpr int {name} = {value};"))
+            define("constexpr int", name, value)
         elif isinstance(value, float):
-            lines.append((name, f"constexpr float {name} = {value!r}f;"))
-        elif value in METAL_TYPES:
-            lines.append((name, f"using {name} = {METAL_TYPES[value]};"))
-    for name, spec in op.inputs().items():
-        if spec.optional:
-            lines.append((f"HAS_{name.upper()}", f"#define HAS_{name.upper()} {int(name in present)}"))
-    return lines
+            define("constexpr float", name, f"{value!r}f")
+        elif value in METAL_TYPES and re.search(rf"\b{name}\b", body):
+            types.append(f"using {name}={METAL_TYPES[value]};")
+    lines = types + [f"{kind} {','.join(terms)};" for kind, terms in defined.items()]
+    macros = {f"HAS_{name.upper()}": int(name in present) for name, spec in op.inputs().items() if spec.optional}
+    return lines + [f"#define {name} {value}" for name, value in macros.items() if re.search(rf"\b{name}\b", body)]
 
 
 @cache
 def _load(path: Path, lines: bool) -> tuple[str, str]:
-    """Header and body of a ``.metal`` file: includes resolved once each, comments and indentation gone."""
+    """Header and body of a ``.metal`` file: includes resolved once each, comments and spaces gone."""
     headers: dict[str, str] = {}
 
     def read(file: Path) -> str:
@@ -107,10 +112,15 @@ def _load(path: Path, lines: bool) -> tuple[str, str]:
                 del headers[include[1]]  # after what it includes itself
                 headers[include[1]] = f'#line 1 "{include[1]}"\n{text}' if lines else text
             kept.append("" if include else line)
-        return "\n".join(kept if lines else filter(None, kept))
+        return "\n".join(kept if lines else map(_tighten, filter(None, kept)))
 
     body = read(path)
     return "".join(f"{text}\n" for text in headers.values()), body
+
+
+def _tighten(line: str) -> str:
+    """A line without the spaces that part no two words and no two operators."""
+    return line if line.startswith("#") else re.sub(r"(?<=\w) (?=[^\w\s])|(?<=[^\w\s]) (?=\w)", "", line)
 
 
 class KernelBackend:

@@ -22,6 +22,8 @@ class ExpertDown(Op):
     d_routed = Out("B, k, H", "f32")
     d_shared = Out("B, H", "f32")
 
+    kernel_needs = ("w_down.bits in (4, 8)", "ws_down.bits in (4, 8)", "I % 32 == 0", "Is % 32 == 0")
+    tiles = "((B * k + 1) * ((H + rows - 1) // rows) + simdgroups - 1) // simdgroups"
     samples = {
         "production": {"H": 2048, "E": 16, "k": 8, "I": 512, "Is": 512, "B": 1},
         "small": {"H": 33, "E": 8, "k": 2, "I": 128, "Is": 64, "B": 2},

@@ -1,6 +1,6 @@
 import mlx.core as mx
 
-from ..op import Op, op
+from ..op import Op, Schedule, op
 from ..spec import In, Out, Weight
 
 
@@ -17,6 +17,8 @@ class GDNGatedNorm(Op):
     w_norm = Weight("Dv")
     a = Out("B, Hv*Dv")
 
+    tiles = "(B * Hv + simdgroups - 1) // simdgroups"
+    schedules = {"metal": Schedule(simdgroups=1)}
     samples = {
         "production": {"Hv": 32, "Dv": 128, "B": 1},
         "small": {"Hv": 4, "Dv": 64, "B": 2},

@@ -38,6 +38,19 @@ class GDNInProj(Op):
     g = Out("B, Hv", "f32")
     conv_state_next = Out("B, Kc-1, C", "S")
 
+    kernel_needs = (
+        "w_qkv.bits in (4, 8)",
+        "w_z.bits in (4, 8)",
+        "w_b.bits in (4, 8)",
+        "w_a.bits in (4, 8)",
+        "H % 32 == 0",
+        "H >= 64",
+        "Kc >= 2",
+    )
+    tiles = (
+        "((C + rows - 1) // rows + (Hv*Dv + rows - 1) // rows + 2 * ((Hv + rows - 1) // rows)"
+        " + simdgroups - 1) // simdgroups"
+    )
     samples = {
         "production": {"H": 2048, "C": 8192, "Hv": 32, "Dv": 128, "B": 1},
         "small": {"H": 128, "C": 256, "Hv": 4, "Dv": 32, "B": 2},

@@ -20,7 +20,6 @@ class GDNQKNorm(Op):
     q = Out("B, Hk, Dk")
     k = Out("B, Hk, Dk")
 
-    kernel_needs = ("Dk % 32 == 0",)
     tiles = "(B * 2 * Hk + simdgroups - 1) // simdgroups"
     schedules = {"metal": Schedule(simdgroups=1)}
     samples = {

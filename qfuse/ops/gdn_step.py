@@ -1,6 +1,6 @@
 import mlx.core as mx
 
-from ..op import Op, op
+from ..op import Op, Schedule, op
 from ..spec import In, Out
 
 
@@ -30,6 +30,10 @@ class GDNStep(Op):
     state_next = Out("B, Hv, Dv, Dk", "f32")
 
     needs = ("Hv % Hk == 0",)
+    kernel_needs = ("Dk % 32 == 0",)
+    tiles = "(B * Hv * Dv + simdgroups - 1) // simdgroups"
+    dynamic = ("M", "B")
+    schedules = {"metal": Schedule(simdgroups=4)}
     samples = {
         "production": {"Hk": 16, "Hv": 32, "Dk": 128, "Dv": 128, "M": 1, "B": 1},
         "small": {"Hk": 2, "Hv": 4, "Dk": 64, "Dv": 64, "M": 2, "B": 2},

@@ -1,6 +1,6 @@
 import mlx.core as mx
 
-from ..op import Op, op
+from ..op import Op, Schedule, op
 from ..spec import In, Out
 
 
@@ -18,6 +18,8 @@ class MOECombine(Op):
     h = In("B, H")
     out = Out("B, H")
 
+    tiles = "(B * H + 32 * simdgroups - 1) // (32 * simdgroups)"
+    schedules = {"metal": Schedule(simdgroups=8)}
     samples = {
         "production": {"H": 2048, "k": 8, "B": 1},
         "small": {"H": 64, "k": 2, "B": 2},

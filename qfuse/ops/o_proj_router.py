@@ -1,6 +1,6 @@
 import mlx.core as mx
 
-from ..op import Op, op
+from ..op import Op, Schedule, op
 from ..spec import In, Out, Quant, QWeight, Weight
 
 
@@ -30,10 +30,13 @@ class OProjRouter(Op):
     x2 = Out("B, (H + part - 1) // part", "f32")
     router_dot = Out("B, E", "f32")
 
+    kernel_needs = ("w_o.bits in (4, 8)", "Ka % 32 == 0", "H % 8 == 0")
+    tiles = "(H + part - 1) // part + (E + rows * simdgroups - 1) // (rows * simdgroups)"
+    schedules = {"metal": Schedule(simdgroups=8)}
     samples = {
         "production": {"H": 2048, "Ka": 4096, "E": 256, "B": 1},
         "small": {"H": 128, "Ka": 64, "E": 8, "B": 2},
-        "odd": {"H": 100, "Ka": 320, "E": 7, "B": 3},
+        "odd": {"H": 104, "Ka": 320, "E": 7, "B": 3},
     }
 
     def reference(self, a, x, w_o, w_norm, M1, Wf):

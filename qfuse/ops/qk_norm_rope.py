@@ -1,6 +1,6 @@
 import mlx.core as mx
 
-from ..op import Op, op
+from ..op import Op, Schedule, op
 from ..spec import In, Out, Weight
 
 
@@ -28,6 +28,9 @@ class QKNormRope(Op):
     k_rot = Out("B, Hkv, D")
 
     needs = ("R % 2 == 0", "R <= D")
+    kernel_needs = ("R > 0",)
+    tiles = "(B * (Hq + Hkv) + simdgroups - 1) // simdgroups"
+    schedules = {"metal": Schedule(simdgroups=1)}
     samples = {
         "production": {"Hq": 16, "Hkv": 2, "D": 256, "R": 64, "B": 1},
         "small": {"Hq": 4, "Hkv": 2, "D": 64, "R": 16, "B": 2},

@@ -38,6 +38,18 @@ class RouteSwiglu(Op):
     shared_gate_logit = Out("B", "f32")
 
     needs = ("k <= E",)
+    kernel_needs = (
+        "w_gate.bits in (4, 8)",
+        "w_up.bits in (4, 8)",
+        "ws_gate.bits in (4, 8)",
+        "ws_up.bits in (4, 8)",
+        "w_shared_gate.bits in (4, 8)",
+        "H % 32 == 0",
+        "H >= 64",
+        "E <= 1024",
+        "k <= 32",
+    )
+    tiles = "(B * k * ((I + rows - 1) // rows) + (Is + rows - 1) // rows + 1 + simdgroups - 1) // simdgroups"
     samples = {
         "production": {"H": 2048, "E": 16, "k": 8, "I": 512, "Is": 512, "B": 1},
         "small": {"H": 128, "E": 8, "k": 2, "I": 64, "Is": 32, "B": 2},

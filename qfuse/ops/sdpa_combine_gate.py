@@ -23,6 +23,7 @@ class SDPACombineGate(Op):
     gate = In("B, Hq*D", "f32", domain="(0, 1)")
     a = Out("B, Hq*D")
 
+    tiles = "(B * Hq * ((D + 31) // 32) + simdgroups - 1) // simdgroups"
     samples = {
         "production": {"Hq": 16, "D": 256, "B": 1},
         "small": {"Hq": 4, "D": 64, "B": 2},

@@ -1,6 +1,6 @@
 import mlx.core as mx
 
-from ..op import Op, op
+from ..op import Op, Schedule, op
 from ..spec import In, Out
 
 
@@ -28,6 +28,10 @@ class SDPAPartial(Op):
     max_part = Out("B, Hq, blocks", "f32")
 
     needs = ("Hq % Hkv == 0",)
+    kernel_needs = ("D % 32 == 0",)
+    tiles = "B * Hkv * blocks"
+    dynamic = ("A", "N")
+    schedules = {"metal": Schedule(simdgroups=8)}
     samples = {
         "production": {"Hq": 16, "Hkv": 2, "D": 256, "A": 1024, "N": 1024, "B": 1},
         "small": {"Hq": 4, "Hkv": 2, "D": 64, "A": 256, "N": 200, "B": 2},

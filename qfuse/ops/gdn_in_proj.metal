@@ -1,0 +1,45 @@
+#include "gemv.h"
+#include "silu.h"
+// A simdgroup takes `rows` rows of one of the four matrices; then each lane finishes one of their products.
+constexpr int QKV = (C + rows - 1) / rows, Z = QKV + (Hv * Dv + rows - 1) / rows;
+constexpr int BETA = Z + (Hv + rows - 1) / rows, G = BETA + (Hv + rows - 1) / rows;
+const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
+const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
+for (int i = start; i < G; i += step) {
+  float acc[rows][B] = {};
+  const int row = (i - (i < QKV ? 0 : i < Z ? QKV : i < BETA ? Z : BETA)) * rows;
+  if (i < QKV) {
+    gemv<w_qkv_bits, w_qkv_group, H, take>(acc, n, w_qkv, w_qkv_scales, w_qkv_biases, row, C - 1, lane);
+  } else if (i < Z) {
+    gemv<w_z_bits, w_z_group, H, take>(acc, n, w_z, w_z_scales, w_z_biases, row, Hv * Dv - 1, lane);
+  } else if (i < BETA) {
+    gemv<w_b_bits, w_b_group, H, take>(acc, n, w_b, w_b_scales, w_b_biases, row, Hv - 1, lane);
+  } else {
+    gemv<w_a_bits, w_a_group, H, take>(acc, n, w_a, w_a_scales, w_a_biases, row, Hv - 1, lane);
+  }
+  for (int j = lane; j < rows * B; j += 32) {
+    const int b = j / rows, c = row + j % rows;
+    float value = gemv_pick(acc, j % rows, b);
+    if (i < QKV && c < C) {
+#if HAS_MASK
+      if (!mask[b]) value = 0;
+#endif
+      const S last = S(value);
+      float conv = float(last) * float(w_conv[c * Kc + Kc - 1]);
+      for (int t = 0; t < Kc - 1; ++t) {
+        const int at = (b * (Kc - 1) + t) * C + c;
+        conv += float(conv_state[at]) * float(w_conv[c * Kc + t]);
+        conv_state_next[at] = t < Kc - 2 ? conv_state[at + C] : last;
+      }
+      qkv[b * C + c] = T(silu(conv));
+    } else if (i >= QKV && i < Z && c < Hv * Dv) {
+      z[b * Hv * Dv + c] = silu(value);
+    } else if (i >= Z && i < BETA && c < Hv) {
+      beta[b * Hv + c] = sigmoid(value);
+    } else if (i >= BETA && c < Hv) {
+      const float x = value + float(dt_bias[c]);
+      const float softplus = metal::max(x, 0.0f) + metal::log(1.0f + metal::exp(-metal::abs(x)));
+      g[b * Hv + c] = metal::exp(-metal::exp(float(A_log[c])) * softplus);
+    }
+  }
+}
