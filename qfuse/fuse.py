@@ -162,8 +162,8 @@ def fuse(
 ) -> Fusion:
     """Run the decode steps of a model's layers through fused plans. Prefill stays upstream's.
 
-    mode: 0 nothing, 1 the MoE alone, 2 whole layers. backends: names in order of preference, default the GPU's at hand,
-    otherwise the reference. strict: raise on anything that is not fused, instead of leaving it to upstream and saying
+    mode: 0 nothing, 1 the MoE alone, 2 whole layers. backends: names in order of preference, default the
+    reference. strict: raise on anything that is not fused, instead of leaving it to upstream and saying
     so in the report. moe: ``moe_4``, with the router folded into the output projection's dispatch, or ``moe_5``.
 
     Each layer instance gets a subclass of its own class; other models, the parameters and ``isinstance`` are as before.

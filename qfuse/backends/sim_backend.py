@@ -18,8 +18,8 @@ class SimBackend(KernelBackend):
     def unavailable(self) -> str | None:
         try:
             sim = import_module("qfuse.backends.sim")
-        except ImportError as error:
-            return str(error)
+        except ImportError:
+            return "the simulator is not part of this version"
         reason = getattr(sim, "unavailable", lambda: None)()
         return None if reason is None else str(reason)
 
