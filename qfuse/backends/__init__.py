@@ -31,12 +31,12 @@ class Backend(Protocol):
         """
 
 
-from . import metal, reference, sim_backend  # noqa: E402 (the protocol above is what a backend module imports)
+from . import metal, reference, sim  # noqa: E402 (the protocol above is what a backend module imports)
 
 BACKENDS: dict[str, Backend] = {
     "reference": reference.ReferenceBackend(),
     "metal": metal.MetalBackend(),
-    "sim": sim_backend.SimBackend(),
+    "sim": sim.SimBackend(),
 }
 
 
@@ -58,7 +58,7 @@ def get(name: str) -> Backend:
 def default() -> tuple[str, ...]:
     """The backends tried when none are named: the reference, which is right everywhere.
 
-    A GPU's is not chosen by itself: its texts agree with the references in emulation, but no Metal device has run them
-    yet, and nothing checks them when a model is loaded.
+    A GPU's is not chosen by itself: its texts agree with the references in the simulator, but no Metal device has run
+    them yet, and nothing checks them when a model is loaded.
     """
     return ("reference",)
