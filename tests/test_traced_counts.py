@@ -1,4 +1,4 @@
-"""Dispatches as MLX records them: on the metal backend every kernel op is one CustomKernel, and nothing else is added."""
+"""Dispatches as MLX records them: on the metal backend each kernel op is one CustomKernel, and nothing else is added."""
 
 import mlx.core as mx
 import pytest
@@ -40,6 +40,7 @@ def test_gdn_layer(model, masked, B):
 def test_gqa_layer(model, masked):
     cache = KVCache()
     cache.update_and_fetch(*[mx.zeros((1, 2, 3, 64), mx.bfloat16)] * 2)
+    mx.eval(cache.keys, cache.values)
     x = inputs(1, 1, 1, dtype=mx.bfloat16)[0]
     mask = [mx.ones((1, 4), mx.bool_)] if masked else []
     arguments = [x, mx.array([3], mx.int32), mx.array([4], mx.int32), cache, *mask]
