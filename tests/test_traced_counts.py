@@ -1,4 +1,4 @@
-"""Dispatches as MLX records them: on the metal backend each kernel op is one CustomKernel, and nothing else is added."""
+"""Dispatches as MLX records them: on the metal backend each kernel op is one CustomKernel and nothing else is added."""
 
 import mlx.core as mx
 import pytest
