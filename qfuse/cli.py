@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -108,6 +110,45 @@ def tiny(folder: Path, seed: int, force: bool) -> None:
     maker.write(folder, seed)
     size = sum(path.stat().st_size for path in folder.iterdir())
     OUT.print(f"wrote {folder}: {size / 1e6:.1f} MB, seed {seed}", markup=False, soft_wrap=True)
+
+
+@cli.command()
+@click.argument("ops", nargs=-1, metavar="[OP]...")
+@click.option("--backend", default="sim", show_default=True, metavar="NAME")
+@click.option("--dtype", type=click.Choice(["bf16", "f16", "f32"]), default="bf16", show_default=True)
+@click.option("--sample", "name", type=click.Choice(["small", "odd", "production"]), default="small", show_default=True)
+def check(ops: tuple[str, ...], backend: str, dtype: str, name: str) -> None:
+    """Check each OP's kernel against its reference on random data, by default all; exit status 1 if one fails."""
+    from . import backends as backend_table
+    from .op import REGISTRY
+    from .testing import opcheck, sample
+
+    chosen = backend_table.get(backend)
+    for unknown in [op for op in ops if op not in REGISTRY]:
+        raise click.UsageError(f"[check] wants one of {', '.join(sorted(REGISTRY))}, got {unknown}")
+    table = Table("op", "error / allowed", "ms", "", title=f"{name} in {dtype} on {backend}", title_justify="left")
+    failed = 0
+    for each in ops or sorted(REGISTRY):
+        cls = REGISTRY[each]
+        if cls.library or name not in cls.samples:
+            table.add_row(each, "", "", "MLX's own kernel" if cls.library else f"no sample called {name}")
+            continue
+        start = time.perf_counter()
+        try:
+            op, arguments = sample(cls, name, dtype=dtype)
+            if reason := chosen.refuses(op):
+                table.add_row(each, "", "", escape(f"refused: {reason}"))
+                continue
+            found = opcheck(op, arguments, chosen)
+            row = (f"{max(c.ratio for c in found.values()):.2f}", "pass")
+        except (AssertionError, RuntimeError) as error:
+            failed += 1
+            row = ("", escape(f"FAIL {error}"))
+        table.add_row(each, row[0], f"{1e3 * (time.perf_counter() - start):.0f}", row[1])
+    OUT.print(table)
+    if failed:
+        ERR.print(f"qfuse: {failed} ops failed", markup=False)
+        raise click.exceptions.Exit(1)
 
 
 @cli.command()

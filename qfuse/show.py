@@ -7,6 +7,7 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ def layers_table(report: FusionReport) -> Table:
             run_by = ", ".join(f"{count} {name}" for name, count in sorted(first.backends.items()))
             cells = (first.graph, str(first.nodes), str(first.dispatches), run_by)
         else:
-            cells = (f"refused: {first.reason}", "", "", "mlx-lm")
-        table.add_row(indices, first.kind, *cells, "; ".join(f"{n} {what}" for what, n in calls.most_common()))
+            cells = (escape(f"refused: {first.reason}"), "", "", "mlx-lm")
+        table.add_row(indices, first.kind, *cells, escape("; ".join(f"{n} {what}" for what, n in calls.most_common())))
     return table
 
 
@@ -57,7 +58,7 @@ def fusion_text(report: FusionReport) -> str:
         for node, refusals in layer.refusals.items()
         for backend, reason in refusals.items()
     )
-    parts += [f"{text} ({count} layers)" for text, count in passed.items()]
+    parts += [escape(f"{text} ({count} layers)") for text, count in passed.items()]
     parts.append(f"new memory: {report.new_bytes / 1e6:.2f} MB")
     return to_text(*parts)
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from qfuse import cli
+from qfuse import backends, cli
 
 
 @pytest.fixture
@@ -118,6 +118,8 @@ def test_a_damaged_checkpoint_is_one_line(qfuse, checkpoint, tmp_path, kind, mes
         (("generate", "--mode", "3"), "Invalid value for '--mode': "),
         (("generate", "--moe", "moe_6"), "Invalid value for '--moe': "),
         (("generate", "--what"), "No such option '--what'"),
+        (("check", "frobnicate"), "[check] wants one of expert_down, "),
+        (("check", "--backend", "abacus"), "[backend] wants one of reference, "),
         (("sing",), "No such command 'sing'"),
         (("tiny",), "Missing argument 'FOLDER'"),
         (("tiny", __file__), "[folder] wants a folder, got the file "),
@@ -142,6 +144,20 @@ def test_tiny_writes_a_checkpoint_and_overwrites_only_when_told(qfuse, tmp_path)
     assert "wants an empty folder or --force" in err
     assert (folder / "mine.txt").read_text() == "keep"
     assert qfuse("tiny", folder, "--force")[0] == 0
+
+
+def test_check_passes_and_a_wrong_kernel_fails_with_status_1(qfuse, monkeypatch):
+    code, out, _ = qfuse("check", "--backend", "reference", "moe_combine", "rms_norm")
+    assert code == 0
+    assert "pass" in out
+    assert "MLX's own kernel" in out
+    reference = backends.BACKENDS["reference"]
+    lower = type(reference).lower
+    monkeypatch.setattr(type(reference), "lower", lambda *a: lambda *x: 1.5 * lower(*a)(*x))
+    code, out, err = qfuse("check", "--backend", "reference", "moe_combine")
+    assert code == 1
+    assert "FAIL [moe_combine.out]" in out
+    assert err == "qfuse: 1 ops failed\n"
 
 
 def test_doctor_names_versions_and_why_a_backend_is_not_there(qfuse):

@@ -12,7 +12,7 @@ from mlx_lm.models import qwen3, qwen3_5
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_prompt_cache
 
 from qfuse import RefusedError, fuse, models, tiny
-from qfuse.fuse import is_fused
+from qfuse.fuse import FusionReport, LayerReport, is_fused
 
 
 @pytest.fixture
@@ -271,3 +271,9 @@ def test_conv_state_keeps_a_dtype_of_its_own(model, conv, dtype):
     with fuse(model, backends="reference", strict=True):
         out = model.layers[0](inputs(1, 1, 1, dtype=dtype), None, cache)
     assert (out.dtype, cache[0].dtype, cache[1].dtype) == (dtype, conv, mx.float32)
+
+
+def test_a_reason_with_brackets_is_printed_whole():
+    row = LayerReport(index=0, kind="gdn", reason="mask (1, 2) is not [B, 1]")
+    report = FusionReport(mode=2, backends=("reference",), layers=(row,), new_bytes=0)
+    assert "is not [B, 1]" in str(report)
