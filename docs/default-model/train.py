@@ -27,13 +27,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedTokenizerFast, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5Tokenizer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-END = "<|endoftext|>"
 VOCAB = 2048
 CONFIG = {
     "hidden_size": 256,
@@ -61,26 +59,16 @@ CONFIG = {
 }
 
 
-def train_tokenizer(files: list[Path]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; id 0 is the end of a text."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made.train_from_iterator(
-        (file.read_text() for file in files),
-        trainers.BpeTrainer(
-            vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet, min_frequency=2, show_progress=False
-        ),
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END, model_max_length=4096)
+def train_tokenizer(files: list[Path]) -> Qwen3_5Tokenizer:
+    """Byte-level BPE, by the family's own rules for words and numbers; id 0 is the end of a text."""
+    return Qwen3_5Tokenizer().train_new_from_iterator((file.read_text() for file in files), VOCAB)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> Tensor:
+def encode(tokenizer: Qwen3_5Tokenizer, files: list[Path]) -> Tensor:
     """The files' tokens one after another, with an end of text before each and after the last."""
     ids = [0]
     for file in files:
-        ids += [*tokenizer.backend_tokenizer.encode(file.read_text()).ids, 0]
+        ids += [*tokenizer.encode(file.read_text()), 0]
     return torch.tensor(ids)
 
 
@@ -173,7 +161,7 @@ def bits_per_byte(model: nn.Module, ids: Tensor, length: int, size: int) -> floa
     return nats / math.log(2) / size
 
 
-def save(model: nn.Module, tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], folder: Path) -> None:
+def save(model: nn.Module, tokenizer: Qwen3_5Tokenizer, record: dict[str, Any], folder: Path) -> None:
     """The checkpoint, with a config.json laid out as the family's own is: the text model's under ``text_config``."""
     state = {k: v if k.endswith("A_log") else v.bfloat16() for k, v in model.state_dict().items()}
     del state["lm_head.weight"]  # it is the embedding's
