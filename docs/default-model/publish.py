@@ -93,6 +93,7 @@ def nats(model: nn.Module, tokenizer: Any, files: list[Path]) -> float:
 def measure(folder: Path, groups: list[list[Path]]) -> tuple[list[float], list[mx.array]]:
     """Bits per byte of each group of texts and of all, and each layer's load."""
     model, tokenizer = mlx_lm.load(str(folder))
+    model.set_dtype(mx.float32)  # eight times as fast as bf16 on a CPU
     for layer in model.layers:
         layer.mlp.gate = Seen(layer.mlp.gate, layer.mlp.top_k)
     bits = [nats(model, tokenizer, files) / math.log(2) for files in groups]
@@ -111,7 +112,7 @@ def sample(model: nn.Module, tokenizer: Any, prompt: str, temperature: float) ->
 def card(record: dict[str, Any], **measured: Any) -> str:
     """The model card, from what train.py recorded and what was measured here."""
     best = record["history"][-1]
-    return (Path(__file__).with_name("card.md").read_text()).format(
+    return Path(__file__).with_name("card.md").read_text().format(
         **record["options"],
         **{name: record[name] for name in ("epochs", "device", "torch", "transformers", "date")},
         millions=record["parameters"] / 1e6,
@@ -142,8 +143,8 @@ def main() -> None:
             folder = Path(scratch) / f"{bits}-bit"
             quantise(options.trained, folder, bits)
             figures, loads = measure(folder, heldout)
-            rows.append(f"| {bits}-bit | {' | '.join(f'{figure:.3f}' for figure in figures)} |")
-            print(rows[-1], flush=True)
+            rows.insert(0, f"| {bits}-bit | {' | '.join(f'{figure:.3f}' for figure in figures)} |")
+            print(rows[0], flush=True)
         model, tokenizer = mlx_lm.load(str(folder))
         text = card(
             record,
