@@ -112,7 +112,8 @@ def sample(model: nn.Module, tokenizer: Any, prompt: str, temperature: float) ->
 def card(record: dict[str, Any], **measured: Any) -> str:
     """The model card, from what train.py recorded and what was measured here."""
     best = record["history"][-1]
-    return Path(__file__).with_name("card.md").read_text().format(
+    template = Path(__file__).with_name("card.md").read_text()
+    return template.format(
         **record["options"],
         **{name: record[name] for name in ("epochs", "device", "torch", "transformers", "date")},
         millions=record["parameters"] / 1e6,
