@@ -29,7 +29,7 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option("--model", metavar="PATH", help="Checkpoint folder. Default: a small seeded one, made once and cached.")
+@click.option("--model", metavar="PATH", help="Checkpoint folder. Default: a small trained one that comes with qfuse.")
 @click.option("--prompt", default="Once upon a time", show_default=True, help="Text to go on from.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option(
@@ -54,16 +54,15 @@ def generate(
     """Generate text with a fused model, then say what was fused and how fast it ran."""
     from . import backends as backend_table
     from . import generate as running
-    from . import tiny
     from .fuse import fuse
-    from .load import locate
+    from .load import DEFAULT, locate
     from .show import comparison_lines, layers_table
 
     if not prompt:
         raise click.UsageError("[prompt] wants some text, got nothing")
     for name in backends:
         backend_table.get(name)
-    folder = locate(model) if model is not None else tiny.cached()
+    folder = locate(model) if model is not None else DEFAULT
     with _loading(folder) as (net, tokenizer):
         tokens = running.encode(tokenizer, prompt)
     if not tokens:
@@ -100,7 +99,7 @@ def generate(
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--force", is_flag=True, help="Write into a folder that has files in it.")
 def tiny(folder: Path, seed: int, force: bool) -> None:
-    """Write a small seeded qwen3_5_moe checkpoint to FOLDER, about 5 MB, that mlx-lm opens like any other."""
+    """Write a small untrained qwen3_5_moe checkpoint to FOLDER, about 5 MB, that mlx-lm opens like any other."""
     from . import tiny as maker
 
     if folder.exists() and not folder.is_dir():

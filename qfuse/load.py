@@ -16,6 +16,9 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from .models import MODEL_TYPES, decoder_layers
 
+DEFAULT = Path(__file__).with_name("default_model")
+"""The checkpoint that comes with the package: a small trained one, see its README.md."""
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be opened; the text says which file and why, in one line."""

@@ -1,4 +1,4 @@
-"""A small seeded qwen3_5_moe checkpoint: what ``qfuse generate`` runs when it is given no model.
+"""A small seeded qwen3_5_moe checkpoint, made in a second: ``qfuse tiny``, and most of the tests.
 
 It is not trained. Its embeddings and its output layer are set so that the likeliest token is the next character in
 ASCII order, with every layer adding its own random part: text that shows at a glance whether a model still counts.
@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
-import tempfile
-from hashlib import sha256
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-import platformdirs
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -92,7 +87,7 @@ def settle(model: nn.Module, *, bits: int, group: int, dtype: mx.Dtype) -> None:
 
 
 def tiny_model(seed: int = 0) -> nn.Module:
-    """The default model: bf16, 8-bit in groups of 64."""
+    """The model: bf16, 8-bit in groups of 64."""
     model = new_model(CONFIG)
     randomise(model, seed)
     embeddings = mx.random.normal((VOCAB, HIDDEN), key=mx.random.key(seed))
@@ -127,25 +122,6 @@ def write(folder: Path, seed: int = 0) -> None:
     tokenizer().save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "model_max_length": 1 << 20}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-
-
-def cached() -> Path:
-    """The folder of the default checkpoint, made at first use. Raises OSError where no folder can be written."""
-    root = Path(os.environ.get("QFUSE_CACHE_DIR") or platformdirs.user_cache_dir("qfuse"))
-    folder = root / f"tiny-{sha256(Path(__file__).read_bytes()).hexdigest()[:8]}"
-    if not folder.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix="tiny-", dir=root))
-        try:
-            write(scratch)
-            scratch.chmod(0o755)
-            scratch.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # unless another process made it meanwhile
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    return folder
 
 
 def _byte_chars() -> list[str]:

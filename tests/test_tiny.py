@@ -45,12 +45,3 @@ def test_tokenizer_is_one_token_a_byte_both_ways(text):
 def test_successors_are_a_permutation():
     assert sorted(map(tiny.successor, range(tiny.BYTES))) == list(range(tiny.BYTES))
     assert chr(tiny.successor(ord("a"))) == "b"
-
-
-def test_the_default_is_made_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("QFUSE_CACHE_DIR", str(tmp_path / "new"))
-    folder = tiny.cached()
-    stamp = (folder / "model.safetensors").stat().st_mtime_ns
-    assert tiny.cached() == folder
-    assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
