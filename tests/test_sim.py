@@ -1,5 +1,7 @@
 """The simulator: clean kernels have no finding, and one seeded fault of each kind is found, by name and at its line."""
 
+import platform
+
 import mlx.core as mx
 import pytest
 
@@ -257,7 +259,9 @@ def test_a_fault_is_found_by_name_and_at_its_line(source, kind, line, options):
     assert (kind, line) in errors, [str(f) for f in error.value.findings]
 
 
-FATAL = ["a read far past the end", "a null pointer", "a division by zero", "an endless loop", "a write to an input"]
+FATAL = ["a read far past the end", "a null pointer", "an endless loop", "a write to an input"]
+if platform.machine() == "x86_64":  # elsewhere the processor goes on with a zero
+    FATAL.append("a division by zero")
 
 
 @pytest.mark.parametrize("what", FATAL)

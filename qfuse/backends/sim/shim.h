@@ -10,7 +10,11 @@ typedef __UINT32_TYPE__ uint32_t, uint;
 typedef __UINT64_TYPE__ uint64_t, ulong;
 typedef __SIZE_TYPE__ size_t;
 typedef __PTRDIFF_TYPE__ ptrdiff_t;
+#if defined(__aarch64__) && !defined(__clang__) && __GNUC__ < 13
+typedef __fp16 half, float16_t;  // the older name there
+#else
 typedef _Float16 half, float16_t;
+#endif
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
 #define METAL_FUNC inline __attribute__((always_inline))
