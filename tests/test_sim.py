@@ -86,7 +86,7 @@ def test_every_attribute_in_three_dimensions():
     terms += [name for name, n in names.items() if n == 1]
     place = "((thread_position_in_grid.z * 5 + thread_position_in_grid.y) * 40 + thread_position_in_grid.x)"
     source = "\n".join(f"y[{place} * {len(terms)} + {k}] = {term};" for k, term in enumerate(terms))
-    kernel = Kernel("attributes", [], ["y"], source, full=True)
+    kernel = Kernel("attributes", [], ["y"], source)
     (y,) = kernel(
         inputs=[], grid=(40, 5, 2), threadgroup=(16, 2, 2), output_shapes=[(2, 5, 40, len(terms))],
         output_dtypes=[mx.uint32],
@@ -294,7 +294,7 @@ def test_a_small_input_is_constant_as_in_mlx():
     if build.clang():
         with pytest.raises(SimulationError, match="address space"):
             run(source, 7, 7, full=True)
-    kernel = Kernel("scalar", ["x", "k"], ["y"], AT + "y[i] = x[i] * k;", full=True)
+    kernel = Kernel("scalar", ["x", "k"], ["y"], AT + "y[i] = x[i] * k;")
     (y,) = kernel(
         inputs=[mx.arange(32.0), 3.0], grid=(32, 1, 1), threadgroup=(32, 1, 1), output_shapes=[(32,)],
         output_dtypes=[mx.float32],
@@ -339,7 +339,7 @@ def test_templates_atomics_and_initial_values():
         "histogram", ["x"], ["y"],
         "const uint i = thread_position_in_grid.x;\n"
         "if (EVERY) atomic_fetch_add_explicit(&y[uint(x[i]) % N], static_cast<T>(1), memory_order_relaxed);",
-        atomic_outputs=True, full=True,
+        atomic_outputs=True,
     )  # fmt: skip
     (y,) = kernel(
         inputs=[mx.arange(100)], grid=(100, 1, 1), threadgroup=(32, 1, 1), output_shapes=[(7,)],

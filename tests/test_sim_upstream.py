@@ -23,7 +23,7 @@ def upstream():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx.metal, "is_available", lambda: True)
         patch.setattr("mlx_lm.utils.can_run_metal", lambda: True)
-        patch.setattr(mx.fast, "metal_kernel", partial(Kernel, full=True))
+        patch.setattr(mx.fast, "metal_kernel", Kernel)
 
         def load(name):
             spec = importlib.util.find_spec(name)
@@ -174,7 +174,7 @@ def test_the_losses_write_a_shared_reduction_while_others_still_read_the_last(up
 
 
 def test_the_losses_agree_with_their_fallbacks_in_an_orderly_schedule(upstream, monkeypatch):
-    monkeypatch.setattr(mx.fast, "metal_kernel", Kernel)
+    monkeypatch.setattr(mx.fast, "metal_kernel", partial(Kernel, full=False))
     module = upstream("mlx_lm.tuner.losses")
     q, p = normal(2, 5000), normal(2, 5000, seed=1)
     got = module.kl_div_loss(q, p), module.js_div_loss(q, p)
@@ -197,7 +197,7 @@ GUIDE = {
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize(("source", "contiguous"), GUIDE.values(), ids=GUIDE)
 def test_the_examples_of_the_guide(source, contiguous, dtype):
-    kernel = Kernel("myexp", ["inp"], ["out"], source, ensure_row_contiguous=contiguous, full=True)
+    kernel = Kernel("myexp", ["inp"], ["out"], source, ensure_row_contiguous=contiguous)
     a = normal(4, 16, dtype=dtype)[::2]
     (out,) = kernel(
         inputs=[a], template=[("T", dtype)], grid=(a.size, 1, 1), threadgroup=(256, 1, 1), output_shapes=[a.shape],
