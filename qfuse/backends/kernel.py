@@ -112,13 +112,13 @@ def _load(path: Path, lines: bool) -> tuple[str, str]:
                 del headers[include[1]]  # after what it includes itself
                 headers[include[1]] = f'#line 1 "{include[1]}"\n{text}' if lines else text
             kept.append("" if include else line)
-        return "\n".join(kept if lines else map(_tighten, filter(None, kept)))
+        return "\n".join(kept if lines else map(tighten, filter(None, kept)))
 
     body = read(path)
     return "".join(f"{text}\n" for text in headers.values()), body
 
 
-def _tighten(line: str) -> str:
+def tighten(line: str) -> str:
     """A line without the spaces that part no two words and no two operators."""
     return line if line.startswith("#") else re.sub(r"(?<=\w) (?=[^\w\s])|(?<=[^\w\s]) (?=\w)", "", line)
 
