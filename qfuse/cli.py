@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -17,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from . import __version__
+from .configs import CONFIGS
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
@@ -149,6 +152,80 @@ def check(ops: tuple[str, ...], backend: str, dtype: str, name: str) -> None:
     if failed:
         ERR.print(f"qfuse: {failed} ops failed", markup=False)
         raise click.exceptions.Exit(1)
+
+
+@cli.command()
+@click.option("--config", type=click.Choice(list(CONFIGS)), help="A model's config, built with random weights.")
+@click.option("--model", metavar="PATH", help="A checkpoint folder in place of a config.")
+@click.option("--bits", type=click.Choice(["4", "8"]), multiple=True, help="Of the random weights; default 8.")
+@click.option("--batch", type=click.IntRange(1), multiple=True, help="Rows of a decode step; default 1.")
+@click.option("--context", type=click.IntRange(1), multiple=True, help="Tokens before the timed ones; default 64.")
+@click.option("--prefill", type=click.IntRange(2), multiple=True, help="Time prompts of this many tokens too.")
+@click.option("--steps", type=click.IntRange(1), default=32, show_default=True, help="Tokens of a round.")
+@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Pairs of a vanilla and a fused.")
+@click.option("--backend", "backends", multiple=True, metavar="NAME", help="Default cuda, metal or reference.")
+@click.option("--ops", is_flag=True, help="Time each op by itself instead.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Put the numbers into this JSON file.")
+def bench(
+    config: str | None,
+    model: str | None,
+    bits: tuple[str, ...],
+    batch: tuple[int, ...],
+    context: tuple[int, ...],
+    prefill: tuple[int, ...],
+    steps: int,
+    rounds: int,
+    backends: tuple[str, ...],
+    ops: bool,
+    out: Path | None,
+) -> None:
+    """Time vanilla mlx-lm against the fused model, alternated in one process."""
+    if config is not None and model is not None:
+        raise click.UsageError("[bench] wants --config or --model, got both")
+    if model is not None and bits:
+        raise click.UsageError("[bench.bits] wants a --config, got a --model, whose bits are its own")
+    if ops:  # graphs would run launches of different layers side by side
+        os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")
+    from . import backends as backend_table
+    from . import bench as benchmark
+    from .load import locate
+    from .show import bench_tables
+
+    found = [name for name in ("cuda", "metal") if backend_table.find(name).unavailable() is None]
+    names = backends or tuple(found[:1]) or ("reference",)
+    for name in names:
+        backend_table.get(name)
+    config = config or ("qwen3.5-35b-a3b" if found else "tiny")
+    rows: list[dict[str, Any]] = []
+    timed: list[dict[str, Any]] = []
+    for width in bits or ("8",):
+        if model is not None:
+            with _loading(locate(model)) as (net, _):
+                what: dict[str, Any] = {"config": Path(model).name, "bits": None}
+        else:
+            with ERR.status(f"{config} with random {width}-bit weights"):
+                net = benchmark.random_model(CONFIGS[config], bits=int(width))
+            what = {"config": config, "bits": int(width)}
+        with ERR.status("fusing"):
+            both = benchmark.Bench(net, names)
+        for B in batch or (1,):
+            for length in context or (64,):
+                with ERR.status(f"decode, batch {B}, context {length}"):
+                    if ops:
+                        timed += [what | row for row in both.ops(B, length)]
+                    else:
+                        rows.append(what | both.decode(B, length, steps=steps, rounds=rounds))
+            for length in () if ops else prefill:
+                with ERR.status(f"prefill, batch {B}, {length} tokens"):
+                    rows.append(what | both.prefill(B, length, rounds=max(1, rounds // 3)))
+    for row in rows:
+        row["lowering"] = ", ".join(names)
+    speed = benchmark.copy_speed() if ops else None
+    for table in bench_tables(rows, timed, speed):
+        OUT.print(table)
+    OUT.print(f"on {benchmark.device_name()}, mlx {metadata.version('mlx')}, mlx-lm {metadata.version('mlx-lm')}")
+    if out is not None:
+        benchmark.save(out, rows, timed)
 
 
 @cli.command()
