@@ -48,12 +48,12 @@ def random_model(config: Mapping[str, Any], *, bits: int = 8, group: int = 64, s
         parameters.append((name, value.astype(mx.bfloat16 if keep(name) else mx.float32)))
     model.update(tree_unflatten(parameters))
     mx.eval([x for _, x in parameters])
-    for name, module in model.named_modules():
+    for number, (name, module) in enumerate(model.named_modules()):
         if "scales" in module:
             codes, size = module.weight.shape, module.scales.shape
             width = (4 if name.endswith("mlp.gate") else 1) * (size[-1] * module.group_size) ** -0.5
             scale = width * 12**0.5 / 2**module.bits
-            module.weight = mx.random.split(mx.random.key(len(name)), -(-module.weight.size // 2)).reshape(codes)
+            module.weight = mx.random.split(mx.random.key(number), -(-module.weight.size // 2)).reshape(codes)
             module.scales = (scale * mx.random.uniform(0.8, 1.2, size)).astype(mx.bfloat16)
             module.biases = module.scales * (-(2**module.bits - 1) / 2)
             mx.eval(module.parameters())
