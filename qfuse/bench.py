@@ -23,10 +23,14 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from . import tune
+from .backends.kernel import KernelBackend, Lowered
 from .fuse import FusedLayer, Fusion, fuse
 from .models import filled_caches, make_cache, new_model, vocabulary
-from .op import Op
+from .op import Op, Schedule
 from .plan import Plan
+from .spec import QArray
+from .testing import compare, run, sample
 
 WARM_UP = 4
 
@@ -127,6 +131,33 @@ def alternate(vanilla: Callable[[], Timing], fused: Callable[[], Timing], rounds
     return {name: round(value, 4) for name, value in row.items()}
 
 
+@attrs.frozen(eq=False)
+class Use:
+    """One call of an op in a step: what it was given and gave, by name, and how many experts its layer chose."""
+
+    op: Op
+    given: Mapping[str, mx.array | None]
+    weights: Mapping[str, mx.array | QArray]
+    gave: Mapping[str, mx.array]
+    experts: int
+    call: Callable[..., Any]
+
+    def traffic(self) -> float:
+        """Bytes that the call must move: of experts the chosen ones, of a kv cache the used part."""
+        total = 0.0
+        for name, value in {**self.given, **self.weights, **self.gave}.items():
+            if value is None:
+                continue
+            dims = [dim.text for dim in self.op.specs[name].dims]
+            part = 1.0
+            if len(dims) == 3 and dims[0] == "E":
+                part = self.experts / value.shape[0]
+            elif "A" in dims and (length := self.given["length"]) is not None:
+                part = float(np.array(length)[0]) / value.shape[2]
+            total += part * value.nbytes
+        return total
+
+
 class Bench:
     """A model twice over one set of weights, vanilla and fused."""
 
@@ -180,31 +211,38 @@ class Bench:
                 layer._plans = plans
         return found
 
-    def ops(self, batch: int, context: int) -> list[dict[str, Any]]:
-        """Each op's time on the device, over all the layers that have it, so that their weights pass through the cache.
-
-        One launch after another in one stream; on CUDA set MLX_USE_CUDA_GRAPHS=0, or launches of different layers,
-        which depend on nothing here, run side by side. mb: what must be read and written, once each.
-        """
+    def uses(self, batch: int, context: int) -> dict[str, list[Use]]:
+        """Every kernel call of one step by node name, each layer's with its own weights and what it was given there."""
+        found: dict[str, list[Use]] = {}
         observed = self.observe(filled_caches(self.vanilla, batch, context)(), self._tokens(batch, 1))
-        calls: dict[str, list[Callable[[], Any]]] = {}
-        sizes: dict[str, list[float]] = {}
         for layer, plan, seen in observed:
             for step in plan.steps:
                 op, sources = step.node.op, step.node.inputs
                 if op.select("handle"):
                     continue
                 tensors = {arg: n if n == tensor else f"{n}.{tensor}" for arg, (n, tensor) in sources.items()}
-                given = {name: seen.get(tensors.get(name, "")) for name in op.inputs()}
-                weights = {spec: layer.adapter.weights[name] for spec, name in step.node.weight_names().items()}
-                outs = {out: seen[f"{step.node.name}.{out}"] for out in op.select("out")}
-                calls.setdefault(step.node.name, []).append(partial(step.call, *given.values()))
-                moved = traffic(op, given | weights | outs, seen["route_swiglu.indices"])
-                sizes.setdefault(step.node.name, []).append(moved)
+                use = Use(
+                    op,
+                    {name: seen.get(tensors.get(name, "")) for name in op.inputs()},
+                    {spec: layer.adapter.weights[name] for spec, name in step.node.weight_names().items()},
+                    {out: seen[f"{step.node.name}.{out}"] for out in op.select("out")},
+                    distinct(seen["route_swiglu.indices"]),
+                    step.call,
+                )
+                found.setdefault(step.node.name, []).append(use)
+        return found
+
+    def ops(self, batch: int, context: int) -> list[dict[str, Any]]:
+        """Each op's time on the device, over all the layers that have it, so that their weights pass through the cache.
+
+        One launch after another in one stream; on CUDA set MLX_USE_CUDA_GRAPHS=0, or launches of different layers,
+        which depend on nothing here, run side by side. mb: what must be read and written, once each.
+        """
         speed = copy_speed()
         rows = []
-        for name, uses in calls.items():
-            spent, size = time_calls(uses, speed), statistics.mean(sizes[name])
+        for name, uses in self.uses(batch, context).items():
+            spent = time_calls([partial(use.call, *use.given.values()) for use in uses], speed)
+            size = statistics.mean(use.traffic() for use in uses)
             rows.append({
                 "op": name, "batch": batch, "context": context, "layers": len(uses), "us": round(1e6 * spent, 2),
                 "mb": round(size / 1e6, 3), "gb_s": round(size / spent / 1e9), "share": round(size / spent / speed, 3),
@@ -213,20 +251,6 @@ class Bench:
 
     def _tokens(self, batch: int, length: int) -> mx.array:
         return mx.random.randint(0, self.vocabulary, (batch, length), key=mx.random.key(1))
-
-
-def traffic(op: Op, values: Mapping[str, Any], chosen: mx.array) -> float:
-    """Bytes that a call must move: of experts the chosen ones, of a kv cache the used part."""
-    total = 0.0
-    for name, value in values.items():
-        dims = [dim.text for dim in op.specs[name].dims]
-        part = 1.0
-        if value is not None and len(dims) == 3 and dims[0] == "E":
-            part = distinct(chosen) / value.shape[0]
-        elif value is not None and "A" in dims:
-            part = values["length"].item() / value.shape[2]
-        total += part * value.nbytes if value is not None else 0
-    return total
 
 
 def distinct(indices: mx.array) -> int:
@@ -287,6 +311,58 @@ def device_name() -> str:
     """The device that MLX runs on by default."""
     info = mx.device_info()
     return str(info.get("device_name") or info.get("architecture") or mx.default_device())
+
+
+def tune_ops(
+    bench: Bench, backend: KernelBackend, batch: int, context: int, say: Callable[[str], None] = lambda _: None
+) -> list[dict[str, Any]]:
+    """Search the schedule of each kernel of one step, check each against the reference, and keep the best.
+
+    A row an op: its text, the declared and the best schedule, and the µs of both. say: called with what is under way.
+    """
+    speed = copy_speed()
+    rows, kept = [], {}
+    for name, uses in bench.uses(batch, context).items():
+        op, declared = uses[0].op, uses[0].op.schedule(backend.name)
+        if op.library or backend.refuses(op):
+            continue
+        say(name)
+        lowered, inputs = Lowered(backend, op, uses[0].weights), list(uses[0].given.values())
+        spent = tune.search(
+            declared,
+            lambda schedule, lowered=lowered, inputs=inputs: lowered.text(schedule, *inputs).source,  # type: ignore[misc]
+            partial(_measured, backend, uses, _few_experts(op, batch), speed),
+        )
+        best = min(spent, key=spent.__getitem__)
+        text = lowered.text(declared, *inputs).name
+        kept[text] = best
+        rows.append({
+            "op": name, "text": text, "declared": attrs.asdict(declared), "best": attrs.asdict(best),
+            "declared_us": round(1e6 * spent[declared], 2), "us": round(1e6 * spent[best], 2), "tried": len(spent),
+        })  # fmt: skip
+    tune.keep(backend.name, kept)
+    return rows
+
+
+def _measured(
+    backend: KernelBackend, uses: Sequence[Use], drawn: tuple[Op, dict[str, Any]], speed: float, schedule: Schedule
+) -> float | None:
+    """Seconds of a call under a schedule; None where it is wrong on the drawn arguments, or does not run."""
+    op, arguments = drawn
+    try:
+        compare(op, run(op, arguments, backend, schedule), arguments)
+        calls = [partial(Lowered(backend, u.op, u.weights, schedule), *u.given.values()) for u in uses]
+        return time_calls(calls, speed)
+    except (AssertionError, RuntimeError):
+        return None
+
+
+def _few_experts(op: Op, batch: int) -> tuple[Op, dict[str, Any]]:
+    """The op and random arguments, with 16 experts at most: the reference of all of them would take minutes."""
+    constants = op.constants()
+    if "E" in constants:
+        op = attrs.evolve(op, E=min(constants["E"], max(constants.get("k", 1), 16)))  # type: ignore[misc]
+    return sample(op, "production", B=batch, M=batch)
 
 
 def save(path: Path, rows: Sequence[Mapping[str, Any]], ops: Sequence[Mapping[str, Any]]) -> None:

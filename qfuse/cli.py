@@ -188,7 +188,6 @@ def bench(
         os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")
     from . import backends as backend_table
     from . import bench as benchmark
-    from .load import locate
     from .show import bench_tables
 
     found = [name for name in ("cuda", "metal") if backend_table.find(name).unavailable() is None]
@@ -199,13 +198,7 @@ def bench(
     rows: list[dict[str, Any]] = []
     timed: list[dict[str, Any]] = []
     for width in bits or ("8",):
-        if model is not None:
-            with _loading(locate(model)) as (net, _):
-                what: dict[str, Any] = {"config": Path(model).name, "bits": None}
-        else:
-            with ERR.status(f"{config} with random {width}-bit weights"):
-                net = benchmark.random_model(CONFIGS[config], bits=int(width))
-            what = {"config": config, "bits": int(width)}
+        net, what = _model(config, model, int(width))
         with ERR.status("fusing"):
             both = benchmark.Bench(net, names)
         for B in batch or (1,):
@@ -226,6 +219,39 @@ def bench(
     OUT.print(f"on {benchmark.device_name()}, mlx {metadata.version('mlx')}, mlx-lm {metadata.version('mlx-lm')}")
     if out is not None:
         benchmark.save(out, rows, timed)
+
+
+@cli.command()
+@click.option("--config", type=click.Choice(list(CONFIGS)), help="A model's config, built with random weights.")
+@click.option("--model", metavar="PATH", help="A checkpoint folder in place of a config.")
+@click.option("--bits", type=click.Choice(["4", "8"]), default="8", show_default=True, help="Of the random weights.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows of a decode step.")
+@click.option("--context", type=click.IntRange(1), default=1024, show_default=True, help="Tokens in the caches.")
+@click.option("--backend", metavar="NAME", help="Default cuda or metal.")
+def tune(config: str | None, model: str | None, bits: str, batch: int, context: int, backend: str | None) -> None:
+    """Search the schedule of each kernel on this device and keep the best for every later run.
+
+    Takes some minutes. A schedule is for one op at one shape: tune each model, width and batch that matters.
+    """
+    os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")
+    from . import backends as backend_table
+    from . import bench as benchmark
+    from . import tune as tuning
+    from .backends.kernel import KernelBackend
+    from .show import tuned_table
+
+    names = [backend] if backend else [n for n in ("cuda", "metal") if backend_table.find(n).unavailable() is None]
+    if not names:
+        raise click.UsageError("[tune] wants a GPU or a --backend, got neither")
+    chosen = backend_table.get(names[0])
+    if not isinstance(chosen, KernelBackend):
+        raise click.UsageError(f"[tune.backend] wants one that compiles kernels, got {names[0]}")
+    net, _ = _model(config or "qwen3.5-35b-a3b", model, int(bits))
+    with ERR.status("fusing") as status:
+        both = benchmark.Bench(net, names)
+        rows = benchmark.tune_ops(both, chosen, batch, context, lambda op: status.update(f"tuning {op}"))
+    OUT.print(tuned_table(rows))
+    OUT.print(f"kept in {tuning.path()}", soft_wrap=True)
 
 
 @cli.command()
@@ -280,6 +306,18 @@ def _loading(folder: Path) -> Iterator[tuple]:  # type: ignore[type-arg]
         task = progress.add_task(folder.name, total=None)
         loaded = load(folder, lambda done, total: progress.update(task, completed=done, total=total))
     yield loaded
+
+
+def _model(config: str, model: str | None, bits: int) -> tuple[Any, dict[str, Any]]:
+    """A checkpoint, or a config with random weights, and what a result calls it."""
+    from .bench import random_model
+    from .load import locate
+
+    if model is not None:
+        with _loading(locate(model)) as (net, _):
+            return net, {"config": Path(model).name, "bits": None}
+    with ERR.status(f"{config} with random {bits}-bit weights"):
+        return random_model(CONFIGS[config], bits=bits), {"config": config, "bits": bits}
 
 
 def _device() -> str:

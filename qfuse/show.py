@@ -115,6 +115,16 @@ def bench_tables(
     return tables
 
 
+def tuned_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What ``qfuse tune`` found: rows, simdgroups, take and cap of the declared and of the best schedule."""
+    title = "schedules: rows, simdgroups, take, cap"
+    table = _right("op", "declared", "µs", "best", "µs", "tried", title=title)
+    for row in rows:
+        declared, best = (", ".join(map(str, row[name].values())) for name in ("declared", "best"))
+        table.add_row(row["op"], declared, f"{row['declared_us']:.1f}", best, f"{row['us']:.1f}", str(row["tried"]))
+    return table
+
+
 def _conditions(row: Mapping[str, Any]) -> str:
     bits = f"{row['bits']}-bit " if row["bits"] else ""
     return f"{bits}B {row['batch']} N {row['context']}"
