@@ -228,7 +228,16 @@ def bench(
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows of a decode step.")
 @click.option("--context", type=click.IntRange(1), default=1024, show_default=True, help="Tokens in the caches.")
 @click.option("--backend", metavar="NAME", help="Default cuda or metal.")
-def tune(config: str | None, model: str | None, bits: str, batch: int, context: int, backend: str | None) -> None:
+@click.option("--op", "only", multiple=True, metavar="NAME", help="Tune this op alone; may be given several times.")
+def tune(
+    config: str | None,
+    model: str | None,
+    bits: str,
+    batch: int,
+    context: int,
+    backend: str | None,
+    only: tuple[str, ...],
+) -> None:
     """Search the schedule of each kernel on this device and keep the best for every later run.
 
     Takes some minutes. A schedule is for one op at one shape: tune each model, width and batch that matters.
@@ -238,8 +247,11 @@ def tune(config: str | None, model: str | None, bits: str, batch: int, context: 
     from . import bench as benchmark
     from . import tune as tuning
     from .backends.kernel import KernelBackend
+    from .op import REGISTRY
     from .show import tuned_table
 
+    for unknown in [name for name in only if name not in REGISTRY]:
+        raise click.UsageError(f"[tune.op] wants one of {', '.join(sorted(REGISTRY))}, got {unknown}")
     names = [backend] if backend else [n for n in ("cuda", "metal") if backend_table.find(n).unavailable() is None]
     if not names:
         raise click.UsageError("[tune] wants a GPU or a --backend, got neither")
@@ -249,7 +261,7 @@ def tune(config: str | None, model: str | None, bits: str, batch: int, context: 
     net, _ = _model(config or "qwen3.5-35b-a3b", model, int(bits))
     with ERR.status("fusing") as status:
         both = benchmark.Bench(net, names)
-        rows = benchmark.tune_ops(both, chosen, batch, context, lambda op: status.update(f"tuning {op}"))
+        rows = benchmark.tune_ops(both, chosen, batch, context, only, lambda op: status.update(f"tuning {op}"))
     OUT.print(tuned_table(rows))
     OUT.print(f"kept in {tuning.path()}", soft_wrap=True)
 

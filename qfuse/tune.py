@@ -72,11 +72,11 @@ def search(
     """Seconds of the schedules tried, one field at a time from the best so far; the declared one is the first.
 
     text: what a schedule compiles to; one that compiles to a text tried already is measured again only for its cap.
-    measure: seconds, or None for a schedule that is wrong or does not run. Raises RuntimeError if ``start`` does not.
+    measure: seconds, or None for a schedule that does not run. Raises RuntimeError if ``start`` does not.
     """
     first = measure(start)
     if first is None:
-        raise RuntimeError(f"[tune] wants a declared schedule that runs and is right, got {start}")
+        raise RuntimeError(f"[tune] wants a declared schedule that runs, got {start}")
     spent, tried, here = {start: first}, {start}, start
     for field, values in (("take", TAKE), ("rows", ROWS), ("simdgroups", SIMDGROUPS), ("rows", ROWS), ("cap", CAP)):
         for value in values:
