@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -17,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from . import __version__
+from .configs import CONFIGS
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
@@ -152,6 +155,118 @@ def check(ops: tuple[str, ...], backend: str, dtype: str, name: str) -> None:
 
 
 @cli.command()
+@click.option("--config", type=click.Choice(list(CONFIGS)), help="A model's config, built with random weights.")
+@click.option("--model", metavar="PATH", help="A checkpoint folder in place of a config.")
+@click.option("--bits", type=click.Choice(["4", "8"]), multiple=True, help="Of the random weights; default 8.")
+@click.option("--batch", type=click.IntRange(1), multiple=True, help="Rows of a decode step; default 1.")
+@click.option("--context", type=click.IntRange(1), multiple=True, help="Tokens before the timed ones; default 64.")
+@click.option("--prefill", type=click.IntRange(2), multiple=True, help="Time prompts of this many tokens too.")
+@click.option("--steps", type=click.IntRange(1), default=32, show_default=True, help="Tokens of a round.")
+@click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Pairs of a vanilla and a fused.")
+@click.option("--backend", "backends", multiple=True, metavar="NAME", help="Default cuda, metal or reference.")
+@click.option("--ops", is_flag=True, help="Time each op by itself instead.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Put the numbers into this JSON file.")
+def bench(
+    config: str | None,
+    model: str | None,
+    bits: tuple[str, ...],
+    batch: tuple[int, ...],
+    context: tuple[int, ...],
+    prefill: tuple[int, ...],
+    steps: int,
+    rounds: int,
+    backends: tuple[str, ...],
+    ops: bool,
+    out: Path | None,
+) -> None:
+    """Time vanilla mlx-lm against the fused model, alternated in one process."""
+    if config is not None and model is not None:
+        raise click.UsageError("[bench] wants --config or --model, got both")
+    if model is not None and bits:
+        raise click.UsageError("[bench.bits] wants a --config, got a --model, whose bits are its own")
+    if ops:  # graphs would run launches of different layers side by side
+        os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")
+    from . import backends as backend_table
+    from . import bench as benchmark
+    from .show import bench_tables
+
+    found = [name for name in ("cuda", "metal") if backend_table.find(name).unavailable() is None]
+    names = backends or tuple(found[:1]) or ("reference",)
+    for name in names:
+        backend_table.get(name)
+    config = config or ("qwen3.5-35b-a3b" if found else "tiny")
+    rows: list[dict[str, Any]] = []
+    timed: list[dict[str, Any]] = []
+    for width in bits or ("8",):
+        net, what = _model(config, model, int(width))
+        with ERR.status("fusing"):
+            both = benchmark.Bench(net, names)
+        for B in batch or (1,):
+            for length in context or (64,):
+                with ERR.status(f"decode, batch {B}, context {length}"):
+                    if ops:
+                        timed += [what | row for row in both.ops(B, length)]
+                    else:
+                        rows.append(what | both.decode(B, length, steps=steps, rounds=rounds))
+            for length in () if ops else prefill:
+                with ERR.status(f"prefill, batch {B}, {length} tokens"):
+                    rows.append(what | both.prefill(B, length, rounds=max(1, rounds // 3)))
+    for row in rows:
+        row["lowering"] = ", ".join(names)
+    speed = benchmark.copy_speed() if ops else None
+    for table in bench_tables(rows, timed, speed):
+        OUT.print(table)
+    OUT.print(f"on {benchmark.device_name()}, mlx {metadata.version('mlx')}, mlx-lm {metadata.version('mlx-lm')}")
+    if out is not None:
+        benchmark.save(out, rows, timed)
+
+
+@cli.command()
+@click.option("--config", type=click.Choice(list(CONFIGS)), help="A model's config, built with random weights.")
+@click.option("--model", metavar="PATH", help="A checkpoint folder in place of a config.")
+@click.option("--bits", type=click.Choice(["4", "8"]), default="8", show_default=True, help="Of the random weights.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows of a decode step.")
+@click.option("--context", type=click.IntRange(1), default=1024, show_default=True, help="Tokens in the caches.")
+@click.option("--backend", metavar="NAME", help="Default cuda or metal.")
+@click.option("--op", "only", multiple=True, metavar="NAME", help="Tune this op alone; may be given several times.")
+def tune(
+    config: str | None,
+    model: str | None,
+    bits: str,
+    batch: int,
+    context: int,
+    backend: str | None,
+    only: tuple[str, ...],
+) -> None:
+    """Search the schedule of each kernel on this device and keep the best for every later run.
+
+    Takes some minutes. A schedule is for one op at one shape: tune each model, width and batch that matters.
+    """
+    os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")
+    from . import backends as backend_table
+    from . import bench as benchmark
+    from . import tune as tuning
+    from .backends.kernel import KernelBackend
+    from .op import REGISTRY
+    from .show import tuned_table
+
+    for unknown in [name for name in only if name not in REGISTRY]:
+        raise click.UsageError(f"[tune.op] wants one of {', '.join(sorted(REGISTRY))}, got {unknown}")
+    names = [backend] if backend else [n for n in ("cuda", "metal") if backend_table.find(n).unavailable() is None]
+    if not names:
+        raise click.UsageError("[tune] wants a GPU or a --backend, got neither")
+    chosen = backend_table.get(names[0])
+    if not isinstance(chosen, KernelBackend):
+        raise click.UsageError(f"[tune.backend] wants one that compiles kernels, got {names[0]}")
+    net, _ = _model(config or "qwen3.5-35b-a3b", model, int(bits))
+    with ERR.status("fusing") as status:
+        both = benchmark.Bench(net, names)
+        rows = benchmark.tune_ops(both, chosen, batch, context, only, lambda op: status.update(f"tuning {op}"))
+    OUT.print(tuned_table(rows))
+    OUT.print(f"kept in {tuning.path()}", soft_wrap=True)
+
+
+@cli.command()
 def doctor() -> None:
     """Print versions, the device, and which backends run here."""
     from .backends import BACKENDS, default
@@ -203,6 +318,18 @@ def _loading(folder: Path) -> Iterator[tuple]:  # type: ignore[type-arg]
         task = progress.add_task(folder.name, total=None)
         loaded = load(folder, lambda done, total: progress.update(task, completed=done, total=total))
     yield loaded
+
+
+def _model(config: str, model: str | None, bits: int) -> tuple[Any, dict[str, Any]]:
+    """A checkpoint, or a config with random weights, and what a result calls it."""
+    from .bench import random_model
+    from .load import locate
+
+    if model is not None:
+        with _loading(locate(model)) as (net, _):
+            return net, {"config": Path(model).name, "bits": None}
+    with ERR.status(f"{config} with random {bits}-bit weights"):
+        return random_model(CONFIGS[config], bits=bits), {"config": config, "bits": bits}
 
 
 def _device() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import attrs
@@ -310,3 +310,40 @@ def _fold(weights: Mapping[str, Any]) -> tuple[mx.array, mx.array]:
 def new_model(config: Mapping[str, Any]) -> nn.Module:
     """An untrained model from a config.json's contents."""
     return qwen3_5_moe.Model(qwen3_5_moe.ModelArgs.from_dict(dict(config)))
+
+
+def vocabulary(model: nn.Module) -> int:
+    """How many tokens the model knows."""
+    return model.language_model.args.vocab_size
+
+
+def make_cache(model: nn.Module) -> list[Any]:
+    """mlx-lm's own caches for the model, empty."""
+    return caches.make_prompt_cache(model)
+
+
+def filled_caches(model: nn.Module, batch: int, context: int) -> Callable[[], list[Any]]:
+    """Caches as after ``context`` tokens, random inside; each call gives new ones over the same arrays."""
+    empty = make_cache(model)
+    mx.eval(model(mx.zeros((batch, 1), mx.int32), cache=empty), [c.state for c in empty])
+    held = []
+    for cache in empty:
+        if hasattr(cache, "keys"):
+            B, heads, _, D = cache.keys.shape
+            shape = (B, heads, -(-context // cache.step) * cache.step, D)
+            held.append([mx.random.normal(shape).astype(cache.keys.dtype) for _ in range(2)])
+        else:
+            held.append([0.1 * mx.random.normal(x.shape).astype(x.dtype) for x in cache.cache])
+    mx.eval(held)
+
+    def fresh() -> list[Any]:
+        caches = make_cache(model)
+        for cache, arrays in zip(caches, held, strict=True):
+            if hasattr(cache, "keys"):
+                cache.keys, cache.values = (mx.array(x) for x in arrays)
+                cache.offset = context
+            else:
+                cache.cache = list(arrays)
+        return caches
+
+    return fresh

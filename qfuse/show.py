@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from io import StringIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -82,3 +84,54 @@ def comparison_lines(result: Comparison) -> list[str]:
         first = f"tokens: different from number {(result.first or 0) + 1} on"
     scale = f"over {result.steps} steps (largest logit {result.largest:.4g})"
     return [first, f"largest logit difference: {result.difference:.4g} {scale}"]
+
+
+def bench_tables(
+    rows: Sequence[Mapping[str, Any]], ops: Sequence[Mapping[str, Any]], speed: float | None
+) -> list[RenderableType]:
+    """Rows of whole steps and of single ops, as ``qfuse bench`` measures them. speed: bytes a second of a copy."""
+    tables: list[RenderableType] = []
+    if rows:
+        table = _right("ms a step", "vanilla", "fused", "ratio", "host", "GB", "experts", title=rows[0]["lowering"])
+        for row in rows:
+            table.add_row(
+                f"{row['what']} {_conditions(row)}", f"{row['vanilla_ms']:.2f}", f"{row['fused_ms']:.2f}",
+                f"{row['ratio']:.2f}", f"{row['fused_build_ms'] + row['fused_submit_ms']:.2f}",
+                f"{row['vanilla_peak_gb']:.2f}/{row['fused_peak_gb']:.2f}",
+                "-".join(map(str, sorted(set(row.get("experts", ()))))),
+            )  # fmt: skip
+        tables.append(table)
+    for title in dict.fromkeys(map(_conditions, ops)):
+        table = _right("op", "layers", "µs", "MB", "GB/s", "of copy", title=f"each op alone, {title}")
+        for row in ops:
+            if _conditions(row) == title:
+                table.add_row(
+                    row["op"], str(row["layers"]), f"{row['us']:.1f}", f"{row['mb']:.2f}", str(row["gb_s"]),
+                    f"{100 * row['share']:.0f} %",
+                )  # fmt: skip
+        tables.append(table)
+    if speed:
+        tables.append(f"copy speed {speed / 1e9:.0f} GB/s")
+    return tables
+
+
+def tuned_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What ``qfuse tune`` found: rows, simdgroups, take and cap of the declared and of the best schedule."""
+    title = "schedules: rows, simdgroups, take, cap"
+    table = _right("op", "declared", "µs", "best", "µs", "tried", title=title)
+    for row in rows:
+        declared, best = (", ".join(map(str, row[name].values())) for name in ("declared", "best"))
+        table.add_row(row["op"], declared, f"{row['declared_us']:.1f}", best, f"{row['us']:.1f}", str(row["tried"]))
+    return table
+
+
+def _conditions(row: Mapping[str, Any]) -> str:
+    bits = f"{row['bits']}-bit " if row["bits"] else ""
+    return f"{bits}B {row['batch']} N {row['context']}"
+
+
+def _right(*columns: str, title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    return table

@@ -36,7 +36,7 @@ def made(name, *args, **kwargs):
     return op, arguments
 
 
-@pytest.fixture(params=["sim", "metal"])
+@pytest.fixture(params=["sim", "metal", "cuda"])
 def backend(request):
     if reason := backends.BACKENDS[request.param].unavailable():
         pytest.skip(reason)

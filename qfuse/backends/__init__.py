@@ -31,11 +31,12 @@ class Backend(Protocol):
         """
 
 
-from . import metal, reference, sim  # noqa: E402 (the protocol above is what a backend module imports)
+from . import cuda, metal, reference, sim  # noqa: E402 (the protocol above is what a backend module imports)
 
 BACKENDS: dict[str, Backend] = {
     "reference": reference.ReferenceBackend(),
     "metal": metal.MetalBackend(),
+    "cuda": cuda.CudaBackend(),
     "sim": sim.SimBackend(),
 }
 

@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from .. import tune
 from ..op import Op, Schedule
 from ..spec import DTYPES, QArray, Quant, Spec, parse
 from . import Weights
@@ -112,13 +113,13 @@ def _load(path: Path, lines: bool) -> tuple[str, str]:
                 del headers[include[1]]  # after what it includes itself
                 headers[include[1]] = f'#line 1 "{include[1]}"\n{text}' if lines else text
             kept.append("" if include else line)
-        return "\n".join(kept if lines else map(_tighten, filter(None, kept)))
+        return "\n".join(kept if lines else map(tighten, filter(None, kept)))
 
     body = read(path)
     return "".join(f"{text}\n" for text in headers.values()), body
 
 
-def _tighten(line: str) -> str:
+def tighten(line: str) -> str:
     """A line without the spaces that part no two words and no two operators."""
     return line if line.startswith("#") else re.sub(r"(?<=\w) (?=[^\w\s])|(?<=[^\w\s]) (?=\w)", "", line)
 
@@ -154,7 +155,7 @@ class KernelBackend:
             from .reference import ReferenceBackend
 
             return ReferenceBackend().lower(op, weights)
-        return Lowered(self, op, weights, op.schedule(self.name))
+        return Lowered(self, op, weights)
 
     def kernel(self, text: KernelText) -> Callable[..., Any]:
         """The compiled kernel of a text, made once."""
@@ -164,9 +165,12 @@ class KernelBackend:
 
 
 class Lowered:
-    """One node on one backend: prepares a launch for each set of input shapes it meets, then only launches."""
+    """One node on one backend: prepares a launch for each set of input shapes it meets, then only launches.
 
-    def __init__(self, backend: KernelBackend, op: Op, weights: Weights, schedule: Schedule) -> None:
+    schedule: by default the one tuned for those shapes on this device, or else the op's own for the backend.
+    """
+
+    def __init__(self, backend: KernelBackend, op: Op, weights: Weights, schedule: Schedule | None = None) -> None:
         self.backend = backend
         self.op = op
         self.weights = dict(weights)
@@ -195,13 +199,14 @@ class Lowered:
 
     def prepare(self, *inputs: mx.array | None) -> Launch:
         """Check the arguments, render and compile for their shapes. Raises SpecError on arguments that do not fit."""
-        values = dict(zip(self._names, inputs, strict=True))
-        env = self.op.bind(values | self.weights)
-        present = frozenset(name for name, value in values.items() if value is not None)
-        text = render(self.op, env, present, self.schedule, lines=self.backend.lines)
-        tiles = max(1, parse(self.op.tiles).value({**env, **attrs.asdict(self.schedule)}))
-        groups = min(tiles, self.schedule.cap) if self.schedule.cap else tiles
-        threads = SIMD * self.schedule.simdgroups
+        env = self.op.bind(dict(zip(self._names, inputs, strict=True)) | self.weights)
+        schedule = self.schedule or self.op.schedule(self.backend.name)
+        text = self.text(schedule, *inputs)
+        if self.schedule is None and (tuned := tune.best(self.backend.name, text.name)):
+            schedule, text = tuned, self.text(tuned, *inputs)
+        tiles = max(1, parse(self.op.tiles).value({**env, **attrs.asdict(schedule)}))
+        groups = min(tiles, schedule.cap) if schedule.cap else tiles
+        threads = SIMD * schedule.simdgroups
         outs = self.op.select("out").values()
         return Launch(
             self.backend.kernel(text),
@@ -210,6 +215,13 @@ class Lowered:
             tuple(tuple(dim.value(env) for dim in spec.dims) for spec in outs),
             tuple(_dtype(spec, env) for spec in outs),
         )
+
+    def text(self, schedule: Schedule, *inputs: mx.array | None) -> KernelText:
+        """The text for the inputs' shapes under a schedule."""
+        values = dict(zip(self._names, inputs, strict=True))
+        env = self.op.bind(values | self.weights)
+        present = frozenset(name for name, value in values.items() if value is not None)
+        return render(self.op, env, present, schedule, lines=self.backend.lines)
 
 
 def _parts(array: mx.array | QArray) -> list[mx.array]:
