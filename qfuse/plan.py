@@ -174,7 +174,7 @@ def build(graph: Graph, weights: Mapping[str, mx.array | QArray], names: Sequenc
         bind(f"{graph.name}.{node.name}", node.op.weights().items(), bound, node.op.constants())
         refusals: dict[str, str] = {}
         backend: backends.Backend = backends.BACKENDS["reference"]
-        for candidate in chosen:
+        for candidate in () if node.op.library else chosen:
             reason = candidate.refuses(node.op)
             if reason is None:
                 backend = candidate

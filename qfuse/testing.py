@@ -198,9 +198,9 @@ def run(
 ) -> dict[str, mx.array]:
     """The outputs of the op on a backend by name, evaluated. schedule: in place of the backend's own.
 
-    Raises SpecError where the backend refuses the op.
+    A library op has its reference only, as in a plan. Raises SpecError where the backend refuses the op.
     """
-    found = backends.get(backend) if isinstance(backend, str) else backend
+    found = backends.get("reference" if op.library else backend) if isinstance(backend, str) else backend
     if reason := found.refuses(op):
         raise SpecError(f"[{op.name}] {reason}")
     weights = {name: x for name, x in arguments.items() if name in op.weights()}

@@ -143,17 +143,11 @@ class KernelBackend:
         return None
 
     def refuses(self, op: Op) -> str | None:
-        if op.library:
-            return None
         if not op.source().is_file():
             return f"no {op.source().name}"
         return op.unmet()
 
     def lower(self, op: Op, weights: Weights) -> Callable[..., Any]:
-        if op.library:
-            from .reference import ReferenceBackend
-
-            return ReferenceBackend().lower(op, weights)
         return Lowered(self, op, weights, op.schedule(self.name))
 
     def kernel(self, text: KernelText) -> Callable[..., Any]:
