@@ -130,6 +130,7 @@ class KernelBackend:
     """
 
     name: str
+    probes = True
     lines = False
 
     def __init__(self) -> None:
