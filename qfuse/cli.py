@@ -60,7 +60,7 @@ def generate(
     from . import tiny
     from .fuse import fuse
     from .load import locate
-    from .show import comparison_lines, layers_table
+    from .show import comparison_lines, layers_table, refusal_lines
 
     if not prompt:
         raise click.UsageError("[prompt] wants some text, got nothing")
@@ -86,6 +86,8 @@ def generate(
 
     report = fusion.report()
     OUT.print(layers_table(report))
+    for line in refusal_lines(report):
+        OUT.print(line, markup=False)
     speed = Table("", "tokens", "prompt tok/s", "decode tok/s", title=f"on {_device()}", title_justify="left")
     for label, each in (("vanilla mlx-lm", vanilla), (f"qfuse mode {mode}, {', '.join(report.backends)}", run)):
         if each is not None:

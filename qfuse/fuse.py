@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import attrs
@@ -16,6 +16,7 @@ from . import graphs, models
 from .graphs import Graph
 from .models import PREFILL, Adapter, RefusedError
 from .plan import Plan, build
+from .probe import Probe
 from .show import fusion_text
 from .spec import DTYPE_NAMES, SpecError
 
@@ -60,11 +61,16 @@ class FusedLayer:
         return self.adapter.refuses(layer, x, mask, cache)
 
     def plan(self, dtype: mx.Dtype, masked: bool = False) -> Plan:
-        """The plan for activations of ``dtype``, built at its first use."""
+        """The plan for activations of ``dtype``, built at its first use. Raises RefusedError in strict mode."""
         plan = self._plans.get((dtype, masked))
         if plan is None:
-            graph = self.graph(DTYPE_NAMES[dtype], masked)
-            plan = self._plans[dtype, masked] = build(graph, self.adapter.weights, self.fusion.backends)
+            name, probe = DTYPE_NAMES[dtype], self.fusion.probe
+            refuses = partial(probe, dtype=name) if probe else None
+            plan = build(self.graph(name, masked), self.adapter.weights, self.fusion.backends, refuses)
+            for step in plan.steps:
+                for backend, reason in step.refusals.items() if self.fusion.strict else ():
+                    raise RefusedError(f"[{step.node.name}] wants an op that {backend} runs, got {reason}")
+            self._plans[dtype, masked] = plan
         return plan
 
     def graph(self, dtype: str, masked: bool) -> Graph:
@@ -118,11 +124,13 @@ class FusionReport:
 class Fusion:
     """A fused model: what was put in, and the way to take it out. Also a context manager, which removes at exit."""
 
-    def __init__(self, mode: int, backends: Sequence[str], strict: bool, moe: str) -> None:
+    def __init__(self, mode: int, backends: Sequence[str], strict: bool, moe: str, probe: bool) -> None:
         self.mode = mode
         self.backends = tuple(backends)
         self.strict = strict
         self.moe = moe
+        self.probe = Probe() if probe else None
+        self.options = (mode, tuple(backends), strict, moe, probe)
         self.layers: dict[int, nn.Module] = {}
         self.refused: dict[int, tuple[nn.Module, str]] = {}
 
@@ -159,18 +167,22 @@ def fuse(
     backends: str | Sequence[str] | None = None,
     strict: bool = False,
     moe: str = "moe_4",
+    probe: bool = True,
 ) -> Fusion:
     """Run the decode steps of a model's layers through fused plans. Prefill stays upstream's.
 
-    mode: 0 nothing, 1 the MoE alone, 2 whole layers. backends: names in order of preference, default the
-    reference. strict: raise on anything that is not fused, instead of leaving it to upstream and saying
-    so in the report. moe: ``moe_4``, with the router folded into the output projection's dispatch, or ``moe_5``.
+    mode: 0 nothing, 1 the MoE alone, 2 whole layers. backends: names in order of preference, default
+    :func:`qfuse.backends.default`; an op that none of them takes is run by its reference. strict: raise on anything
+    that is refused, a layer, a call or an op by one of the backends, instead of leaving it to what comes next and
+    saying so in the report. moe: ``moe_4``, with the router folded into the output projection's dispatch, or ``moe_5``.
+    probe: on a backend that compiles kernels, check each distinct op against its reference before it is used, and
+    leave one that fails to the next backend, see docs/design.md for what it costs.
 
     Each layer instance gets a subclass of its own class; other models, the parameters and ``isinstance`` are as before.
     Fusing a fused model again with the same options returns its Fusion.
 
-    Raises RefusedError on a model of another type, and in strict mode on a layer that is refused; ValueError on
-    options that do not exist; RuntimeError on a backend that cannot run here.
+    Raises RefusedError on a model of another type, and in strict mode on a layer or an op that is refused; ValueError
+    on options that do not exist; RuntimeError on a backend that cannot run here.
     """
     names = (backends,) if isinstance(backends, str) else tuple(backends or backend_table.default())
     if mode not in MODES:
@@ -180,10 +192,10 @@ def fuse(
     for name in names:
         backend_table.get(name)
     layers = models.decoder_layers(model)
-    fusion = Fusion(mode, names, strict, moe)
+    fusion = Fusion(mode, names, strict, moe, probe)
     existing = next((layer._qfuse.fusion for layer in layers if is_fused(layer)), None)
     if existing is not None:
-        if (existing.mode, existing.backends, existing.strict, existing.moe) != (mode, names, strict, moe):
+        if existing.options != fusion.options:
             raise ValueError(f"[fuse] wants the options it was fused with, or remove() first, got mode {mode}, {names}")
         return existing
     if mode == 0:
@@ -236,7 +248,7 @@ def _folded(adapter: Adapter) -> list[mx.array]:
 
 
 def _report(index: int, fused: FusedLayer) -> LayerReport:
-    plan = next(iter(fused._plans.values()))
+    plan, *others = fused._plans.values()
     return LayerReport(
         index=index,
         kind=fused.adapter.kind,
@@ -244,6 +256,6 @@ def _report(index: int, fused: FusedLayer) -> LayerReport:
         nodes=len(plan.steps),
         dispatches=plan.dispatches(),
         backends=dict(plan.backends()),
-        refusals={step.node.name: step.refusals for step in plan.steps if step.refusals},
+        refusals={step.node.name: step.refusals for each in (plan, *others) for step in each.steps if step.refusals},
         calls=dict(fused.calls),
     )

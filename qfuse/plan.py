@@ -150,15 +150,24 @@ class Plan:
         return "\n".join(lines)
 
 
-def build(graph: Graph, weights: Mapping[str, mx.array | QArray], names: Sequence[str] | None = None) -> Plan:
+Refuses = Callable[[backends.Backend, Node, backends.Weights], str | None]
+
+
+def build(
+    graph: Graph,
+    weights: Mapping[str, mx.array | QArray],
+    names: Sequence[str | backends.Backend] = ("reference",),
+    refuses: Refuses | None = None,
+) -> Plan:
     """Flatten ``graph``, each node lowered by the first of the backends in ``names`` that takes its op.
 
-    weights: by ``node.spec`` name, kept by reference. names: default :func:`qfuse.backends.default`; an op that none
-    of them takes falls to the reference, with every reason in the report.
-    A backend need not run here: its plans can be traced anywhere.
+    weights: by ``node.spec`` name, kept by reference. names: backends, or their names; an op that none of them takes
+    falls to the reference, with every reason in the report. A backend need not run here: its plans can be traced
+    anywhere. refuses: why a backend is not to run a node with these weights, or None; default what the backend says of
+    the op, with nothing probed as fuse() does.
     Raises SpecError when a weight is missing or does not fit, ValueError on an unknown backend.
     """
-    chosen = [backends.find(name) for name in (names or backends.default())]
+    chosen = [backends.find(name) for name in names]
     slot_of: dict[tuple[str, str], int] = {(name, name): i for i, name in enumerate(graph.inputs())}
     absent = len(slot_of)  # stays None, for optional inputs that the graph does not wire
     next_slot = absent + 1
@@ -174,8 +183,8 @@ def build(graph: Graph, weights: Mapping[str, mx.array | QArray], names: Sequenc
         bind(f"{graph.name}.{node.name}", node.op.weights().items(), bound, node.op.constants())
         refusals: dict[str, str] = {}
         backend: backends.Backend = backends.BACKENDS["reference"]
-        for candidate in chosen:
-            reason = candidate.refuses(node.op)
+        for candidate in () if node.op.library else chosen:
+            reason = refuses(candidate, node, bound) if refuses else candidate.refuses(node.op)
             if reason is None:
                 backend = candidate
                 break

@@ -53,16 +53,19 @@ def layers_table(report: FusionReport) -> Table:
 
 def fusion_text(report: FusionReport) -> str:
     """A FusionReport as the text that ``str()`` gives: the table, then each backend's refusals by node."""
-    parts: list[RenderableType] = [layers_table(report)]
+    lines = [*refusal_lines(report), f"new memory: {report.new_bytes / 1e6:.2f} MB"]
+    return to_text(layers_table(report), *map(escape, lines))
+
+
+def refusal_lines(report: FusionReport) -> list[str]:
+    """A line for each op that a backend was asked for and does not run, with the reason."""
     passed = Counter(
         f"{node}: not on {backend}: {reason}"
         for layer in report.layers
         for node, refusals in layer.refusals.items()
         for backend, reason in refusals.items()
     )
-    parts += [escape(f"{text} ({count} layers)") for text, count in passed.items()]
-    parts.append(f"new memory: {report.new_bytes / 1e6:.2f} MB")
-    return to_text(*parts)
+    return [f"{text} ({count} layer{'s' * (count > 1)})" for text, count in passed.items()]
 
 
 def ranges(numbers: list[int]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import tempfile
 from hashlib import sha256
@@ -16,11 +15,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-import platformdirs
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from . import cache
 from .models import new_model
 
 END = "<|endoftext|>"
@@ -131,7 +130,7 @@ def write(folder: Path, seed: int = 0) -> None:
 
 def cached() -> Path:
     """The folder of the default checkpoint, made at first use. Raises OSError where no folder can be written."""
-    root = Path(os.environ.get("QFUSE_CACHE_DIR") or platformdirs.user_cache_dir("qfuse"))
+    root = cache.root()
     folder = root / f"tiny-{sha256(Path(__file__).read_bytes()).hexdigest()[:8]}"
     if not folder.is_dir():
         root.mkdir(parents=True, exist_ok=True)

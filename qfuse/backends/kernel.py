@@ -131,6 +131,7 @@ class KernelBackend:
     """
 
     name: str
+    probes = True
     lines = False
 
     def __init__(self) -> None:
@@ -144,17 +145,11 @@ class KernelBackend:
         return None
 
     def refuses(self, op: Op) -> str | None:
-        if op.library:
-            return None
         if not op.source().is_file():
             return f"no {op.source().name}"
         return op.unmet()
 
     def lower(self, op: Op, weights: Weights) -> Callable[..., Any]:
-        if op.library:
-            from .reference import ReferenceBackend
-
-            return ReferenceBackend().lower(op, weights)
         return Lowered(self, op, weights)
 
     def kernel(self, text: KernelText) -> Callable[..., Any]:

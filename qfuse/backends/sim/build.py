@@ -14,8 +14,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-import platformdirs
-
+from ... import cache as kept
 from .text import Finding
 
 HERE = Path(__file__).parent
@@ -101,7 +100,7 @@ def _shim() -> str:
 
 
 def _folder() -> Path:
-    folder = Path(os.environ.get("QFUSE_CACHE_DIR") or platformdirs.user_cache_dir("qfuse")) / "sim"
+    folder = kept.root() / "sim"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
