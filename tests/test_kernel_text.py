@@ -22,7 +22,8 @@ FILES = sorted(path for kind in ("*.metal", "*.h") for path in Path(qfuse.ops.__
 BYTES = {
     "expert_down": 3426,
     "gdn_gated_norm": 602,
-    "gdn_in_proj": 4334,
+    "gdn_in_proj": 4572,
+    "gdn_in_proj_merged": 4566,
     "gdn_qk_norm": 736,
     "gdn_step": 1119,
     "gqa_in_proj": 3644,
@@ -112,6 +113,7 @@ LAUNCHES = {
     "expert_down": (147456, 64),
     "gdn_gated_norm": (1024, 32),
     "gdn_in_proj": (98816, 64),
+    "gdn_in_proj_merged": (98816, 64),
     "gdn_qk_norm": (1024, 32),
     "gdn_step": (131072, 128),
     "gqa_in_proj": (73728, 64),

@@ -1,5 +1,4 @@
-#include "gemv.h"
-#include "silu.h"
+#include "gdn_in_proj.h"
 // A simdgroup takes `rows` rows of one of the four matrices; then each lane finishes one of their products.
 constexpr int QKV = (C + rows - 1) / rows, Z = QKV + (Hv * Dv + rows - 1) / rows;
 constexpr int BETA = Z + (Hv + rows - 1) / rows, G = BETA + (Hv + rows - 1) / rows;
@@ -24,22 +23,13 @@ for (int i = start; i < G; i += step) {
 #if HAS_MASK
       if (!mask[b]) value = 0;
 #endif
-      const S last = S(value);
-      float conv = float(last) * float(w_conv[c * Kc + Kc - 1]);
-      for (int t = 0; t < Kc - 1; ++t) {
-        const int at = (b * (Kc - 1) + t) * C + c;
-        conv += float(conv_state[at]) * float(w_conv[c * Kc + t]);
-        conv_state_next[at] = t < Kc - 2 ? conv_state[at + C] : last;
-      }
-      qkv[b * C + c] = T(silu(conv));
+      qkv[b * C + c] = T(gdn_conv<C, Kc>(value, b, c, conv_state, conv_state_next, w_conv));
     } else if (i >= QKV && i < Z && c < Hv * Dv) {
       z[b * Hv * Dv + c] = silu(value);
     } else if (i >= Z && i < BETA && c < Hv) {
       beta[b * Hv + c] = sigmoid(value);
     } else if (i >= BETA && c < Hv) {
-      const float x = value + float(dt_bias[c]);
-      const float softplus = metal::max(x, 0.0f) + metal::log(1.0f + metal::exp(-metal::abs(x)));
-      g[b * Hv + c] = metal::exp(-metal::exp(float(A_log[c])) * softplus);
+      g[b * Hv + c] = gdn_decay(value + float(dt_bias[c]), float(A_log[c]));
     }
   }
 }
