@@ -84,7 +84,9 @@ def _make(
 def _draw(op: Op, name: str, spec: Spec, dtype: mx.Dtype, env: Arguments, random: np.random.Generator) -> Any:
     shape = tuple(dim.value(env) for dim in spec.dims)
     if dtype == mx.bool_:
-        return mx.array(random.random(shape) < 0.7)
+        mask = random.random(shape) < 0.7
+        mask.flat[0] = True  # with nothing but false ones there would be nothing to compare
+        return mx.array(mask)
     if spec.domain:
         low, high = interval(spec.domain, env)
         if not mx.issubdtype(dtype, mx.floating):

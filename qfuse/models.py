@@ -69,9 +69,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def prefilled(model: nn.Module, index: int, x: mx.array) -> Any:
-    """The cache of one layer after upstream ran it on x [B, S, H]."""
+    """The cache of one layer after upstream ran it on x [B, S, H], for steps with activations of the dtype of x."""
     layer, cache = decoder_layers(model)[index], caches.make_prompt_cache(model)[index]
-    layer(x, mask=None if layer.is_linear else "causal", cache=cache)
+    layer(x.astype(layer.input_layernorm.weight.dtype), mask=None if layer.is_linear else "causal", cache=cache)
+    if not layer.is_linear:
+        cache.keys, cache.values = (part.astype(x.dtype) for part in (cache.keys, cache.values))
     return cache
 
 

@@ -219,9 +219,14 @@ def test_check_until_names_the_first_node_that_differs(qfuse, checkpoint, wrong_
     assert "sdpa_partial" not in out
     assert "FAIL qk_norm_rope in layer 3: [qk_norm_rope.q_rot] at [" in out
     assert err == "qfuse: 1 of 2 failed\n"
-    code, out, _ = qfuse("check", "--until", "gdn_step")
-    assert code == 0
-    assert re.search(r"^gdn_step +0 .* pass", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize(("node", "layer"), [("gdn_step", 0), ("sdpa_partial", 3)])
+def test_check_until_takes_the_first_layer_with_the_node(qfuse, sim, node, layer, dtype):
+    code, out, _ = qfuse("check", "--until", node, "--dtype", dtype)
+    assert code == 0, out
+    assert re.search(rf"^{node} +{layer} .* pass", out, re.MULTILINE)
 
 
 def test_check_of_a_checkpoint_says_which_layers_cannot_be_fused(sim):
