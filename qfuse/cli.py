@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -14,7 +13,6 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -119,40 +117,75 @@ def tiny(folder: Path, seed: int, force: bool) -> None:
 
 @cli.command()
 @click.argument("ops", nargs=-1, metavar="[OP]...")
-@click.option("--backend", default="sim", show_default=True, metavar="NAME")
-@click.option("--dtype", type=click.Choice(["bf16", "f16", "f32"]), default="bf16", show_default=True)
-@click.option("--sample", "name", type=click.Choice(["small", "odd", "production"]), default="small", show_default=True)
-def check(ops: tuple[str, ...], backend: str, dtype: str, name: str) -> None:
+@click.option("--backend", metavar="NAME", help="Default: the GPU's where there is one, otherwise sim.")
+@click.option("--full", is_flag=True, help="All the checks that the backend has of the kernel itself: sim's, which see "
+    "races, reads of what nobody wrote, accesses out of bounds, and more.")  # fmt: skip
+@click.option("--model", metavar="PATH", help="Check the distinct ops of this checkpoint, with its own weights.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "f16", "f32"]),
+    help="Default: the checkpoint's, or bf16; f32 on the reference, whose 16-bit sums are as good as MLX's own.",
+)
+@click.option(
+    "--sample", type=click.Choice(["small", "odd", "production", "all"]), help="Shapes of the ops; default small."
+)
+@click.option("--until", metavar="NODE", help="Run one layer node by node to NODE, and name the first that differs.")
+@click.option("--layer", type=click.IntRange(min=0), metavar="N", help="Of --model or --until, this layer alone.")
+def check(
+    ops: tuple[str, ...],
+    backend: str | None,
+    full: bool,
+    model: str | None,
+    dtype: str | None,
+    sample: str | None,
+    until: str | None,
+    layer: int | None,
+) -> None:
     """Check each OP's kernel against its reference on random data, by default all; exit status 1 if one fails."""
     from . import backends as backend_table
+    from . import check as checking
+    from . import tiny
+    from .load import locate
     from .op import REGISTRY
-    from .testing import opcheck, sample
+    from .show import check_table
 
-    chosen = backend_table.get(backend)
+    backend = backend or next(name for name in (*backend_table.default(), "sim") if backend_table.find(name).probes)
+    chosen = backend_table.get(backend, full=full)
     for unknown in [op for op in ops if op not in REGISTRY]:
         raise click.UsageError(f"[check] wants one of {', '.join(sorted(REGISTRY))}, got {unknown}")
-    table = Table("op", "error / allowed", "ms", "", title=f"{name} in {dtype} on {backend}", title_justify="left")
-    failed = 0
-    for each in ops or sorted(REGISTRY):
-        cls = REGISTRY[each]
-        if cls.library or name not in cls.samples:
-            table.add_row(each, "", "", "MLX's own kernel" if cls.library else f"no sample called {name}")
-            continue
-        start = time.perf_counter()
-        try:
-            op, arguments = sample(cls, name, dtype=dtype)
-            if reason := chosen.refuses(op):
-                table.add_row(each, "", "", escape(f"refused: {reason}"))
-                continue
-            found = opcheck(op, arguments, chosen)
-            row = (f"{max(c.ratio for c in found.values()):.2f}", "pass")
-        except (AssertionError, RuntimeError) as error:
-            failed += 1
-            row = ("", escape(f"FAIL {error}"))
-        table.add_row(each, row[0], f"{1e3 * (time.perf_counter() - start):.0f}", row[1])
-    OUT.print(table)
+    if until is not None and (ops or sample):
+        raise click.UsageError("[check] wants ops and samples, or --until, got both")
+    if layer is not None and model is None and until is None:
+        raise click.UsageError("[check] wants --layer with --model or --until, got it alone")
+    if not chosen.probes and (model is not None or until is not None):
+        raise click.UsageError(f"[backend] wants one that compiles kernels for --model and --until, got {backend}")
+    samples = ("small", "odd", "production") if sample == "all" else (sample or "small",)
+
+    done: list[checking.Check] = []
+    if model is None and until is None:
+        dtype = dtype or ("bf16" if chosen.probes else "f32")
+        checks = checking.check_registry(ops or sorted(REGISTRY), samples, chosen, dtype)
+    else:
+        folder = locate(model) if model is not None else tiny.cached()
+        with _loading(folder) as (net, _):
+            pass
+        if until is not None:
+            checks = checking.walk_layer(net, checking.layer_with(net, until, layer), until, chosen, dtype)
+        else:
+            found, done = checking.layer_ops(net, ops, dtype, layer)
+            checks = checking.check_layers(found, samples, chosen)
+
+    with ERR.status("checking") as status:
+        for each in checks:
+            done.append(each)
+            status.update(f"checked {each.op}")
+    OUT.print(check_table(done, f"{dtype or 'its own dtype'} on {backend}{', full checks' * full}"))
+    failed = [each for each in done if each.fault]
+    for each in failed:
+        where = f" in layer {each.layers}" * bool(each.layers) + f", {each.sample} sample" * bool(each.sample)
+        OUT.print(f"FAIL {each.op}{where}: {each.fault}", markup=False, soft_wrap=True)
     if failed:
-        ERR.print(f"qfuse: {failed} ops failed", markup=False)
+        ERR.print(f"qfuse: {len(failed)} of {sum(not each.skipped for each in done)} failed", markup=False)
         raise click.exceptions.Exit(1)
 
 

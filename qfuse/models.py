@@ -50,6 +50,9 @@ class Adapter(Protocol):
     def refuses(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> str | None:
         """Why this call cannot be fused, or None. Raises TypeError on a cache of the wrong class."""
 
+    def inputs(self, x: mx.array, mask: Any, cache: Any) -> tuple[Any, ...]:
+        """What the layer's plan takes for one step, x [B, 1, H], in its order."""
+
     def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """One fused step, x [B, 1, H] → [B, 1, H], the cache brought up to date."""
 
@@ -63,6 +66,15 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     if text.args.num_experts <= 0:
         raise RefusedError(f"[fuse] wants a model with experts, got a dense {_kind_of(model)}")
     return layers
+
+
+def prefilled(model: nn.Module, index: int, x: mx.array) -> Any:
+    """The cache of one layer after upstream ran it on x [B, S, H], for steps with activations of the dtype of x."""
+    layer, cache = decoder_layers(model)[index], caches.make_prompt_cache(model)[index]
+    layer(x.astype(layer.input_layernorm.weight.dtype), mask=None if layer.is_linear else "causal", cache=cache)
+    if not layer.is_linear:
+        cache.keys, cache.values = (part.astype(x.dtype) for part in (cache.keys, cache.values))
+    return cache
 
 
 def adapt(layer: nn.Module, *, fold_router: bool) -> Adapter:
@@ -106,7 +118,7 @@ class GDNAdapter:
             return f"mask {tuple(mask.shape)} is not [B, 1]"
         return None
 
-    def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
+    def inputs(self, x: mx.array, mask: Any, cache: Any) -> tuple[Any, ...]:
         B, _, H = x.shape
         conv_state, state = (cache[0], cache[1]) if cache is not None else (None, None)
         d = self.dims
@@ -116,15 +128,15 @@ class GDNAdapter:
             state = mx.zeros((B, d["Hv"], d["Dv"], d["Dk"]), mx.float32)
         elif state.dtype != mx.float32:
             state = state.astype(mx.float32)  # caches saved by older mlx-lm hold it in bf16
-        x = x.reshape(B, H)
-        if mask is None:
-            out, conv_state, state = plan.run(x, conv_state, state)
-        else:
-            out, conv_state, state = plan.run(x, conv_state, state, mask.reshape(B))
+        masks = () if mask is None else (mask.reshape(B),)
+        return x.reshape(B, H), conv_state, state, *masks
+
+    def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        out, conv_state, state = plan.run(*self.inputs(x, mask, cache))
         if cache is not None:
             cache[0], cache[1] = conv_state, state
             cache.advance(1)
-        return out.reshape(B, 1, H)
+        return out.reshape(x.shape)
 
 
 @attrs.frozen(kw_only=True)
@@ -152,19 +164,18 @@ class GQAAdapter:
             return f"mask {tuple(mask.shape)} {mask.dtype} is not a boolean [B, 1, 1, N]"
         return None
 
-    def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
+    def inputs(self, x: mx.array, mask: Any, cache: Any) -> tuple[Any, ...]:
         B, _, H = x.shape
         offset = cache.offset
         batched = isinstance(offset, mx.array)
         length = mx.array([(cache._idx if batched else offset) + 1], mx.int32)
         position = offset.astype(mx.int32) if batched else mx.array([offset] * B, mx.int32)
-        x = x.reshape(B, H)
-        if mask is None:
-            (out,) = plan.run(x, position, length, cache)
-        else:
-            rows = mx.broadcast_to(mask.reshape(mask.shape[0], -1), (B, mask.shape[-1]))
-            (out,) = plan.run(x, position, length, cache, rows)
-        return out.reshape(B, 1, H)
+        masks = () if mask is None else (mx.broadcast_to(mask.reshape(mask.shape[0], -1), (B, mask.shape[-1])),)
+        return x.reshape(B, H), position, length, cache, *masks
+
+    def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        (out,) = plan.run(*self.inputs(x, mask, cache))
+        return out.reshape(x.shape)
 
 
 def refuses_shape(layer: nn.Module, x: mx.array) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -93,21 +93,27 @@ class Plan:
             raise SpecError(f"[{self.graph.name}] wants {len(self.inputs)} inputs, got {len(inputs)}")
         if until is not None and until not in {step.node.name for step in self.steps}:
             raise SpecError(f"[{self.graph.name}] wants a node of the graph, got {until}")
-        slots = [*inputs, *self._spare]
         seen = dict(zip(self.inputs, inputs, strict=True))
-        for step in self.steps:
-            op, name = step.node.op, step.node.name
-            arguments = [slots[i] for i in step.reads]
-            values = dict(zip(op.inputs(), arguments, strict=True))
-            env = bind(f"{self.graph.name}.{name}", op.inputs().items(), values, op.constants())
-            results = op.as_tuple(step.call(*arguments))
-            outs = op.select("out")
-            bind(f"{self.graph.name}.{name}", outs.items(), dict(zip(outs, results, strict=True)), env)
-            for out, slot, value in zip(outs, step.writes, results, strict=True):
-                slots[slot] = seen[f"{name}.{out}"] = value
+        for step, _, results in self.walk(*inputs):
+            name = step.node.name
+            seen |= {f"{name}.{out}": value for out, value in results.items()}
             if name == until:
                 break
         return seen
+
+    def walk(self, *inputs: Any) -> Iterator[tuple[Step, dict[str, Any], dict[str, Any]]]:
+        """Run node by node: each step with its arguments and its results by name, checked against their specs."""
+        slots = [*inputs, *self._spare]
+        for step in self.steps:
+            op, place = step.node.op, f"{self.graph.name}.{step.node.name}"
+            values = dict(zip(op.inputs(), [slots[i] for i in step.reads], strict=True))
+            env = bind(place, op.inputs().items(), values, op.constants())
+            outs = op.select("out")
+            results = dict(zip(outs, op.as_tuple(step.call(*values.values())), strict=True))
+            bind(place, outs.items(), results, env)
+            for slot, value in zip(step.writes, results.values(), strict=True):
+                slots[slot] = value
+            yield step, values, results
 
     def trace(self, *inputs: Any) -> list[Primitive]:
         """The primitives that MLX records for one run, in order, without running any of them.

@@ -13,8 +13,11 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from .check import Check
     from .fuse import FusionReport, LayerReport
     from .generate import Comparison
+
+CHECK_COLUMNS = ("op", "layers", "sample", "error/allowed", "allowed", "findings", "ms", "result")
 
 
 def to_text(*parts: RenderableType, width: int = 120) -> str:
@@ -66,6 +69,28 @@ def refusal_lines(report: FusionReport) -> list[str]:
         for backend, reason in refusals.items()
     )
     return [f"{text} ({count} layer{'s' * (count > 1)})" for text, count in passed.items()]
+
+
+def check_table(checks: Sequence[Check], title: str) -> Table:
+    """A row for each op checked: how much of its allowance the worst output uses, and what that allowance is."""
+    rows = []
+    for check in checks:
+        row = {"op": check.op, "layers": check.layers, "sample": check.sample}
+        if worst := check.worst:
+            row |= {"error/allowed": f"{worst.ratio:.3g}", "allowed": f"{worst.allowed:.2g}"}
+        if check.findings:
+            row["findings"] = f"{len(check.findings)}, first {check.findings[0].kind}"
+        if not check.skipped:
+            row["ms"] = f"{1e3 * check.seconds:.0f}"
+        rows.append(row | {"result": check.skipped or ("FAIL" if check.fault else "pass")})
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    names = [name for name in CHECK_COLUMNS if any(row.get(name) for row in rows)]
+    for name in names:
+        number = name in ("error/allowed", "allowed", "ms")
+        table.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=name in ("op", "layers"))
+    for row in rows:
+        table.add_row(*[escape(row.get(name, "")) for name in names])
+    return table
 
 
 def ranges(numbers: list[int]) -> str:

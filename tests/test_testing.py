@@ -121,6 +121,11 @@ def test_a_sample_is_the_same_for_a_seed_and_lies_in_its_domain():
     assert 0 <= a["g"].min().item() <= a["g"].max().item() < 1
 
 
+def test_a_sample_never_masks_everything():
+    for seed in range(20):
+        assert sample(REGISTRY["gdn_step"], "production", seed=seed)[1]["mask"].any().item()
+
+
 def test_closeness_passes_twice_the_working_error_and_no_more():
     oracle = mx.array(np.random.default_rng(0).standard_normal(1000).astype(np.float32))
     assert closeness(oracle + 1.9e-3, oracle + 1e-3, oracle).ratio <= 1
