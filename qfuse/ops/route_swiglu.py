@@ -37,6 +37,7 @@ class RouteSwiglu(Op):
     scores = Out("B, k", "f32")
     shared_gate_logit = Out("B", "f32")
 
+    touched = {"w_gate": "B*k, I, H", "w_up": "B*k, I, H"}
     needs = ("k <= E",)
     kernel_needs = (
         "w_gate.bits in (4, 8)",

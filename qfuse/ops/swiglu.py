@@ -27,6 +27,7 @@ class Swiglu(Op):
     act_routed = Out("B, k, I", "f32")
     act_shared = Out("B, Is", "f32")
 
+    touched = {"w_gate": "B*k, I, H", "w_up": "B*k, I, H"}
     kernel_needs = (
         "w_gate.bits in (4, 8)",
         "w_up.bits in (4, 8)",
