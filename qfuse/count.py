@@ -16,12 +16,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from . import models
+from . import graphs, models
 from .describe import EdgeData, GraphData, NodeData, TensorData, describe, total
 from .fuse import FusedLayer, Fusion
 from .models import RefusedError
 from .op import REGISTRY
-from .plan import Traced
+from .plan import Traced, build
 from .show import ranges
 from .spec import DTYPE_NAMES, SpecError
 from .trace import Launched, Recording, gpu_shaped, launches, record
@@ -101,10 +101,12 @@ def count_model(
     backends: Sequence[str] = ("metal",),
     moe: str = "moe_4",
     modes: Sequence[int] = (0, 1, 2),
+    gpu: str = "metal",
 ) -> ModelCount:
     """Count one step of a model, whose weights may be hollow, in each of ``modes``.
 
-    rows: sequences decoded together. keys: in the kv caches once this token's is there.
+    rows: sequences decoded together. keys: in the kv caches once this token's is there. gpu: metal or cuda, whose
+    launches of MLX's and mlx-lm's own ops are counted.
     Raises RefusedError on a model of another type.
     """
     layers = models.decoder_layers(model)
@@ -113,11 +115,11 @@ def count_model(
     for index, layer in enumerate(layers):
         groups.setdefault(_signature(layer), []).append(index)
     counted = tuple(
-        _count_layer(layers[indices[0]], tuple(indices), rows, keys, backends, moe, modes)
+        _count_layer(layers[indices[0]], tuple(indices), rows, keys, backends, moe, modes, gpu)
         for indices in groups.values()
     )
     tokens = models.hollow((rows, 1), mx.int32)
-    with gpu_shaped():
+    with gpu_shaped(gpu):
         embed = record(lambda x: [models.before_layers(model, x)], tokens)
         hidden = models.hollow(embed.outputs[0].shape, embed.outputs[0].dtype)
         head = record(lambda x: [models.after_layers(model, x)], hidden)
@@ -186,6 +188,7 @@ def _count_layer(
     backends: Sequence[str],
     moe: str,
     modes: Sequence[int],
+    gpu: str,
 ) -> LayerCount:
     kind, dtype = ("gdn" if layer.is_linear else "gqa"), layer.input_layernorm.weight.dtype
     state = models.step_state(layer, rows, keys, dtype)
@@ -197,7 +200,7 @@ def _count_layer(
             cache = models.step_cache(layer, dict(zip(state, arrays, strict=True)), keys)
             return [call(x, cache), *models.cache_state(cache)]
 
-        with gpu_shaped():
+        with gpu_shaped(gpu):
             return record(function, x, *state.values())
 
     vanilla = _traced(f"{kind}_layer_vanilla", trace(lambda x, cache: layer(x, mask=None, cache=cache)), *names)
@@ -210,10 +213,7 @@ def _count_layer(
             counts[mode], reason = vanilla, str(error)
             continue
         plan = fused.plan(dtype)
-        dims = {"B": rows, "T": DTYPE_NAMES[dtype], "S": DTYPE_NAMES[dtype], "N": keys}
-        if not layer.is_linear:
-            dims["A"] = state["keys"].shape[2]
-        graph = describe(plan, dims, fused.adapter.weights)
+        graph = describe(plan, _call(layer, rows, keys), fused.adapter.weights)
         if mode == 1:
             mix = trace(lambda x, cache: fused.adapter.mix(layer, x, None, cache))  # noqa: B023 (called at once)
             mixer = traced_graph(f"{kind}_layer_mode_1", mix, names[0], ["r", *names[1][1:]])
@@ -224,6 +224,58 @@ def _count_layer(
             whole = sum(launch.dispatches for launch in launches(recording)[0])
         counts[mode] = Count(declared=graph.dispatches, traced=whole, bytes=graph.bytes, graph=graph)
     return LayerCount(kind=kind, layers=indices, modes=counts, reason=reason)
+
+
+def part_graph(
+    model: nn.Module, part: str, *, rows: int = 1, keys: int = 1024, backends: Sequence[str] = ("metal",)
+) -> GraphData:
+    """The graph called ``part`` in qfuse.graphs for a model's first layer that has one, planned on ``backends``.
+
+    Raises RefusedError where that layer is refused.
+    """
+    layers = models.decoder_layers(model)
+    layer = next(layer for layer in layers if part not in ("gdn", "gqa") or layer.is_linear == (part == "gdn"))
+    fused = _fused(layer, 2, backends, "moe_4")
+    dims = {**fused.adapter.dims, "T": DTYPE_NAMES[models.activations(model)]}
+    plan = build(getattr(graphs, part)(dims), fused.adapter.weights, backends)
+    return describe(plan, {**dims, **_call(layer, rows, keys)}, fused.adapter.weights)
+
+
+def counts_data(count: ModelCount) -> dict[str, Any]:
+    """The numbers of a count as plain data: per kind of layer, around the layers, and per token."""
+
+    def numbers(part: Count) -> dict[str, int | None]:
+        return {"declared": part.declared, "traced": part.traced, "bytes": part.bytes}
+
+    modes = sorted(count.layers[0].modes)
+    return {
+        "model": count.name,
+        "rows": count.rows,
+        "keys": count.keys,
+        "dtype": count.dtype,
+        "backends": list(count.backends),
+        "layers": [
+            {
+                "kind": layer.kind,
+                "layers": list(layer.layers),
+                "reason": layer.reason,
+                "modes": {str(mode): numbers(part) for mode, part in layer.modes.items()},
+            }
+            for layer in count.layers
+        ],
+        "embedding": numbers(count.before),
+        "output": numbers(count.after),
+        "token": {str(mode): {"dispatches": count.dispatches(mode), "bytes": count.bytes(mode)} for mode in modes},
+    }
+
+
+def _call(layer: nn.Module, rows: int, keys: int) -> dict[str, Any]:
+    """The dims of one step: rows, keys, allocated keys, and dtypes of activations and conv state."""
+    dtype = layer.input_layernorm.weight.dtype
+    dims = {"B": rows, "N": keys, "T": DTYPE_NAMES[dtype], "S": DTYPE_NAMES[dtype]}
+    if not layer.is_linear:
+        dims["A"] = models.step_state(layer, rows, keys, dtype)["keys"].shape[2]
+    return dims
 
 
 def _fused(layer: nn.Module, mode: int, backends: Sequence[str], moe: str) -> FusedLayer:
@@ -294,7 +346,7 @@ def _model_graph(count: ModelCount, mode: int) -> GraphData:
         text = f"layers {ranges(indices)}: {part.dispatches} dispatches each" if indices else ""
         edges.append(EdgeData(source=nodes[-1].name, target=name, tensor=tensors[-1].name, arg="x", bytes=None))
         nodes.append(NodeData(
-            name=name, kind="op", op=graph.name, backend="+".join(backends), first=first,
+            name=name, kind="op", backend="+".join(backends), first=first,
             dispatches=times * part.dispatches, reads=reads, writes=writes, formula=text,
             refusals={"fuse": reason} if reason else {},
         ))  # fmt: skip
@@ -334,7 +386,7 @@ def _label(launch: Launched) -> tuple[str, str]:
     op = re.match(r"custom_kernel_(\w+?)_[0-9a-f]{8}_", launch.kernel)
     if op and op[1] in REGISTRY:
         return op[1], "metal"
-    return re.sub(r"^custom_kernel_|_(bfloat16_t|half|float)_.*$", "", launch.kernel), "mlx"
+    return re.sub(r"^custom_kernel_|_+(bfloat16_t|half|float)_.*$", "", launch.kernel), "mlx"
 
 
 def _tensor(name: str, array: Traced) -> TensorData:

@@ -1,8 +1,9 @@
-"""What MLX records of a computation, without running it, and what a Metal GPU would launch for that.
+"""What MLX records of a computation, without running it, and what a GPU would launch for that.
 
 A trace on a CPU differs from a GPU's in three ways, which ``gpu_shaped`` evens out: MLX's fast ops fall apart into
 small ones, mlx-lm's own kernels do not exist, and what mx.compile fuses is recorded unfused. The rules of ``launches``
-are those of MLX's Metal backend (mlx/backend/metal and mlx/backend/gpu, 0.32).
+are those of MLX's Metal backend (mlx/backend/metal and mlx/backend/gpu, 0.32). On CUDA they are taken to be the same;
+there mlx-lm has no kernel for the recurrence, and MLX none for attention on heads wider than 128.
 """
 
 from __future__ import annotations
@@ -74,24 +75,23 @@ def record(function: Callable[..., Sequence[mx.array]], *arrays: mx.array) -> Re
 
 
 @contextmanager
-def gpu_shaped() -> Iterator[None]:
-    """While it lasts, a trace on a CPU records what a Metal GPU would: stand-in kernels named after what they are.
+def gpu_shaped(gpu: str = "metal") -> Iterator[None]:
+    """While it lasts, a trace on a CPU records what a GPU would, ``metal`` or ``cuda``, by stand-in kernels.
 
     mx.fast's ops and mlx-lm's own kernels become one node each; a compiled function as many as MLX fuses it into.
     It replaces attributes of mlx and mlx_lm and puts them back; do not run a model in it.
     """
     stand_in = _StandIns()
     with ExitStack() as stack:
-        if not mx.metal.is_available():
-            for place, name, primitive in (
-                (mx.fast, "rms_norm", "RMSNorm"),
-                (mx.fast, "rope", "RoPE"),
-                (mx.fast, "scaled_dot_product_attention", "ScaledDotProductAttention"),
-                (mx, "dequantize", "Dequantize"),
-            ):
-                stack.enter_context(patch.object(place, name, stand_in.op(primitive, getattr(place, name))))
-            stack.enter_context(patch.object(mx.metal, "is_available", lambda: True))
-            stack.enter_context(patch.object(mx, "default_device", lambda: mx.gpu))
+        fast = {"rms_norm": "RMSNorm", "rope": "RoPE", "scaled_dot_product_attention": "ScaledDotProductAttention"}
+        if gpu == "cuda":
+            del fast["scaled_dot_product_attention"]
+        for name, primitive in fast.items():
+            stack.enter_context(patch.object(mx.fast, name, stand_in.op(primitive, getattr(mx.fast, name))))
+        stack.enter_context(patch.object(mx, "dequantize", stand_in.op("Dequantize", mx.dequantize)))
+        stack.enter_context(patch.object(mx.metal, "is_available", lambda: gpu == "metal"))
+        stack.enter_context(patch.object(mx, "default_device", lambda: mx.gpu))
+        if gpu == "metal":
             for place, name, kernel in models.upstream_kernels():
                 stack.enter_context(patch.object(place, name, kernel))
         # MLX cannot say of a Contiguous what it does, so it is recorded as a kernel on every machine.
@@ -102,7 +102,7 @@ def gpu_shaped() -> Iterator[None]:
 
 
 def launches(recording: Recording) -> tuple[list[Launched], dict[str, str]]:
-    """What a Metal GPU launches for a recording made under :func:`gpu_shaped`, and what wrote each array, by ids.
+    """What a GPU launches for a recording made under :func:`gpu_shaped`, and what wrote each array, by ids.
 
     Views launch nothing. A reshape of an array that is not row-contiguous copies it. A concatenation launches once per
     input, a partial rotation once more when its input is still needed, attention twice from SDPA_TWO_PASS keys on.

@@ -1,0 +1,87 @@
+"""An estimate of the time of a token, from its bytes and dispatches and two constants of a device.
+
+    seconds = bytes / memory + dispatches · dispatch
+
+It knows nothing of how well a kernel uses the memory, of what overlaps, or of the time that Python takes. What it got
+where a measurement exists is in docs/graphs.md.
+"""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class Device:
+    """Two constants and where they are from.
+
+    memory: bytes per second. dispatch: seconds that one small GPU launch adds to a chain of them, through MLX.
+    gpu: metal or cuda, which decides what MLX launches.
+    """
+
+    title: str
+    gpu: str
+    memory: float
+    memory_source: str
+    dispatch: float
+    dispatch_source: str
+
+    def seconds(self, dispatches: int, bytes: int) -> float:  # noqa: A002 (what it is)
+        """The estimate."""
+        return bytes / self.memory + dispatches * self.dispatch
+
+    def sources(self) -> str:
+        """Both constants with their sources, in one sentence."""
+        return (
+            f"{self.title}: {self.memory / 1e9:,.0f} GB/s ({self.memory_source}), "
+            f"{self.dispatch * 1e6:g} µs a dispatch ({self.dispatch_source})"
+        )
+
+
+_CHAIN = (
+    "8.8 ms for a chain of 3,200 small dependent kernels on an M3 Ultra, MLX 0.32.2: "
+    "https://github.com/ml-explore/mlx/issues/4521"
+)
+_M4 = "Apple: https://www.apple.com/newsroom/2024/10/apple-introduces-m4-pro-and-m4-max/"
+
+DEVICES: dict[str, Device] = {
+    "h200": Device(
+        title="NVIDIA H200",
+        gpu="cuda",
+        memory=4.3e12,
+        memory_source="measured copy speed; the data sheet says 4,800",
+        dispatch=8.6e-6,
+        dispatch_source="measured: a tiny kernel with two inputs, not compiled, MLX 0.32.4 on CUDA 13",
+    ),
+    "m3-ultra": Device(
+        title="Apple M3 Ultra",
+        gpu="metal",
+        memory=819e9,
+        memory_source="Mac Studio's specification: https://support.apple.com/en-us/122211",
+        dispatch=2.75e-6,
+        dispatch_source=_CHAIN,
+    ),
+    "m4-max": Device(
+        title="Apple M4 Max",
+        gpu="metal",
+        memory=546e9,
+        memory_source=_M4,
+        dispatch=2.75e-6,
+        dispatch_source=f"not measured on this chip; {_CHAIN}",
+    ),
+    "m4-pro": Device(
+        title="Apple M4 Pro",
+        gpu="metal",
+        memory=273e9,
+        memory_source=_M4,
+        dispatch=2.75e-6,
+        dispatch_source=f"not measured on this chip; {_CHAIN}",
+    ),
+}
+
+
+def find(name: str) -> Device:
+    """The device called ``name``. Raises ValueError on an unknown name."""
+    if name not in DEVICES:
+        raise ValueError(f"[device] wants one of {', '.join(DEVICES)}, got {name}")
+    return DEVICES[name]
