@@ -186,6 +186,8 @@ def graph(
     """Show what a decode step runs, as a table or a picture: nodes, dispatches, bytes. Nothing is run for it."""
     from .picture import Request
 
+    if output is not None and not output.absolute().parent.is_dir():
+        raise click.UsageError(f"[output] wants a file in a folder that exists, got {output}")
     if form is None:
         form = "table" if output is None else {"mmd": "mermaid"}.get(output.suffix[1:], output.suffix[1:])
         if form not in FORMATS:

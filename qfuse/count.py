@@ -346,7 +346,7 @@ def _model_graph(count: ModelCount, mode: int) -> GraphData:
         text = f"layers {ranges(indices)}: {part.dispatches} dispatches each" if indices else ""
         edges.append(EdgeData(source=nodes[-1].name, target=name, tensor=tensors[-1].name, arg="x", bytes=None))
         nodes.append(NodeData(
-            name=name, kind="op", backend="+".join(backends), first=first,
+            name=name, kind="op", backend="+".join(backends), first=0 if indices and repeats > 1 else first,
             dispatches=times * part.dispatches, reads=reads, writes=writes, formula=text,
             refusals={"fuse": reason} if reason else {},
         ))  # fmt: skip
@@ -360,9 +360,12 @@ def _model_graph(count: ModelCount, mode: int) -> GraphData:
         edges.append(
             EdgeData(source=back, target=parts[1][0], tensor=f"{back}.out", arg=f"{repeats} times", bytes=None)
         )
-    dims = {"B": count.rows, "N": count.keys}
     return GraphData(
-        name=f"{count.name} mode {mode}", dims=dims, nodes=tuple(nodes), tensors=tuple(tensors), edges=tuple(edges)
+        name=f"{count.name}, {f'mode {mode}' if mode else 'vanilla'}",
+        dims={"B": count.rows, "N": count.keys},
+        nodes=tuple(nodes),
+        tensors=tuple(tensors),
+        edges=tuple(edges),
     )
 
 

@@ -40,7 +40,8 @@ class TensorData:
 
     def label(self) -> str:
         """``1×8192 bf16``."""
-        return f"{'×'.join(map(str, self.shape)) or 'scalar'} {self.quant or self.dtype}"
+        shape = "×".join(map(str, self.shape)) or "scalar"
+        return "object" if self.dtype == "object" else f"{shape} {self.quant or self.dtype}"
 
 
 @attrs.frozen(kw_only=True)

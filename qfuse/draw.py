@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
+import tempfile
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from typing import Any
 
@@ -44,7 +47,7 @@ def to_dot(graphs: Sequence[GraphData], *, title: str = "") -> str:
     """DOT text, top to bottom, each graph in a frame of its own, and a legend of what occurs."""
     lines = [
         "digraph qfuse {",
-        "  graph [rankdir=TB, fontname=Helvetica, fontsize=16, labelloc=t, nodesep=0.55, ranksep=0.5, newrank=true,",
+        "  graph [rankdir=TB, fontname=Helvetica, fontsize=16, labelloc=t, nodesep=0.55, ranksep=0.5,",
         f"    label={_quote(title)}];",
         '  node [shape=box, style=filled, fontname=Helvetica, fontsize=11, margin="0.1,0.04", color="#5b6770"];',
         '  edge [fontname=Helvetica, fontsize=9, color="#5b6770", fontcolor="#33404a", arrowsize=0.7];',
@@ -87,8 +90,31 @@ def render(dot: str, form: str) -> bytes:
         import pygraphviz
     except ImportError:
         raise PictureError(f"[graph] wants Graphviz for {form}, got none: pip install 'qfuse[picture]'") from None
-    drawn = pygraphviz.AGraph(string=dot).draw(format=form, prog="dot", args="-Gdpi=120" if form == "png" else "")
-    return bytes(drawn)
+    options = "-Gdpi=120" if form == "png" else ""
+    with _quiet() as said:
+        try:
+            return bytes(pygraphviz.AGraph(string=dot).draw(format=form, prog="dot", args=options))
+        except (OSError, ValueError) as error:
+            text = " ".join(f"{error} {said()}".split())
+            raise PictureError(f"[graph] wants Graphviz to draw {form}, got {text[:300]}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[Callable[[], str]]:
+    """Keep what C libraries write on stderr, such as fontconfig's warnings; gives a function that returns it."""
+    with tempfile.TemporaryFile() as kept:
+        saved = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+
+        def said() -> str:
+            kept.seek(0)
+            return kept.read().decode(errors="replace")
+
+        try:
+            yield said
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
 
 
 def to_html(left: Sequence[GraphData], right: Sequence[GraphData], *, title: str, notes: Sequence[str] = ()) -> str:
@@ -149,7 +175,8 @@ def caption(node: NodeData) -> list[str]:
     if node.reads is not None and node.writes is not None:
         lines.append(f"reads {size(node.reads)}, writes {size(node.writes)}")
     lines = [line for line in lines if line]
-    return lines + [f"not on {backend}: {reason}" for backend, reason in node.refusals.items()]
+    lines += [f"not on {backend}: {reason}" for backend, reason in node.refusals.items()]
+    return [*lines, f"run by {node.backend}"] if node.refusals and kind(node) != node.backend else lines
 
 
 def numbers(node: NodeData) -> str:
@@ -188,7 +215,8 @@ def _dot_graph(graph: GraphData, prefix: str, *, framed: bool) -> list[str]:
     if framed:
         lines += [
             f"  subgraph cluster_{prefix} {{",
-            f'  label={_quote(f"{graph.name}: {summary(graph)}")}; style=rounded; color="#9aa5ad"; fontsize=13;',
+            f"  label={_quote(f'{graph.name}: {summary(graph)}')}; fontsize=13;",
+            '  style=rounded; color="#9aa5ad"; margin=32;',
         ]
     for node in graph.nodes:
         head, *rest = (_escape(line) for line in _wrapped(caption(node)))

@@ -56,23 +56,22 @@ class Request:
 
     @property
     def name(self) -> str:
-        """What is shown, without its size."""
-        return self.model or self.config or DEFAULT
+        """What is shown: a checkpoint's folder, or a config and its bits."""
+        return self.model or f"{self.config or DEFAULT}, {self.bits or 8}-bit"
 
     @cached_property
     def net(self) -> nn.Module:
         """The model, without weights."""
         if self.model is not None:
             return load.hollow(load.locate(self.model))
-        return models.hollow_model(CONFIGS[self.name], bits=self.bits or 8, group=64, dtype=mx.bfloat16)
+        return models.hollow_model(CONFIGS[self.config or DEFAULT], bits=self.bits or 8, group=64, dtype=mx.bfloat16)
 
     @cached_property
     def count(self) -> ModelCount:
         """Vanilla and both modes, counted as for the device's kind of GPU, or for Metal."""
         gpu = devices.find(self.device).gpu if self.device else "metal"
-        name = self.name if self.model else f"{self.name}, {self.bits or 8}-bit"
         return count_model(
-            self.net, name, rows=self.rows, keys=self.keys, backends=self.backends, moe=self.moe, gpu=gpu
+            self.net, self.name, rows=self.rows, keys=self.keys, backends=self.backends, moe=self.moe, gpu=gpu
         )
 
     def graphs(self, mode: int | None = None) -> list[GraphData]:
@@ -114,10 +113,13 @@ class Request:
         return dot.encode() if form == "dot" else draw.render(dot, form)
 
     def _title(self, graphs: list[GraphData]) -> str:
-        step = f"{self.name}, {self.rows} row{'s' * (self.rows > 1)}, {self.keys} keys"
         if len(graphs) > 1:
-            return step
-        return f"{graphs[0].name}: {draw.summary(graphs[0])}\n{step}"
+            return f"{self.name}, {self._step}"
+        return f"{graphs[0].name}: {draw.summary(graphs[0])}\n{self.name}, {self._step}"
+
+    @property
+    def _step(self) -> str:
+        return f"{self.rows} row{'s' * (self.rows > 1)}, {self.keys} keys"
 
     def _page(self) -> str:
         """Vanilla beside the mode, whole layers or the whole model."""
@@ -130,7 +132,7 @@ class Request:
         ]
         count = self.count
         notes = [
-            f"One token of the whole model, {count.rows} rows, {count.keys} keys: "
+            f"One token of the whole model, {self._step}: "
             f"{count.dispatches(0)} dispatches and {draw.size(count.bytes(0) or 0)} in vanilla mlx-lm, "
             f"{count.dispatches(self.mode)} and {draw.size(count.bytes(self.mode) or 0)} in mode {self.mode}."
         ]
