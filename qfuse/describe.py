@@ -224,7 +224,7 @@ def _weight(node: Node, name: str, spec: Spec, env: Mapping[str, Any], weights: 
     size = _bytes(shape, dtype)
     quant = env[name] if spec.kind == "qweight" else Quant(0, 0)
     elements = _elements(shape)
-    if elements is not None and quant.bits:
+    if elements is not None and quant.bits and dtype in DTYPES:
         size = elements * quant.bits // 8 + 2 * (elements // quant.group) * DTYPES[dtype].size
     return TensorData(name=place, shape=shape, dtype=dtype, bytes=size, quant=str(quant) if quant.bits else "")
 

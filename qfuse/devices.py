@@ -2,8 +2,8 @@
 
     seconds = bytes / memory + dispatches · dispatch
 
-It knows nothing of how well a kernel uses the memory, of what overlaps, or of the time that Python takes. What it got
-where a measurement exists is in docs/graphs.md.
+It knows nothing of how well a kernel uses the memory, of what overlaps, or of the time that Python takes.
+docs/graphs.md holds it against what was measured.
 """
 
 from __future__ import annotations
@@ -36,6 +36,22 @@ class Device:
             f"{self.title}: {self.memory / 1e9:,.0f} GB/s ({self.memory_source}), "
             f"{self.dispatch * 1e6:g} µs a dispatch ({self.dispatch_source})"
         )
+
+
+@attrs.frozen(kw_only=True)
+class Measured:
+    """A decode step of vanilla mlx-lm that was timed: milliseconds, lowest and highest of several runs.
+
+    bits: of the weights, the router's being 8. rows: decoded together. keys: in the kv caches.
+    """
+
+    device: str
+    config: str
+    bits: int
+    rows: int
+    keys: int
+    low: float
+    high: float
 
 
 _CHAIN = (
@@ -78,6 +94,22 @@ DEVICES: dict[str, Device] = {
         dispatch_source=f"not measured on this chip; {_CHAIN}",
     ),
 }
+
+
+SETTING = (
+    "one NVIDIA H200, MLX 0.32.4 on CUDA 13, mlx-lm 0.32.2, vanilla, random weights at full size, wall-clock of a step"
+)
+_STEPS = ((8, 1, 64, 14.2, 17.5), (8, 1, 4096, 23.1, 23.1), (8, 1, 32768, 24.5, 24.5), (8, 4, 64, 20.9, 20.9),
+          (8, 8, 64, 21.4, 21.4), (4, 1, 64, 22.0, 26.0), (4, 4, 64, 34.0, 34.0), (4, 8, 64, 36.0, 36.0))  # fmt: skip
+MEASURED = tuple(
+    Measured(device="h200", config="qwen3.5-35b-a3b", bits=bits, rows=rows, keys=keys, low=low, high=high)
+    for bits, rows, keys, low, high in _STEPS
+)
+"""Steps timed in SETTING."""
+
+EMPTY = (380, 6.6)
+"""Launches of this design's kernels with their real inputs, up to 18 arrays, and empty bodies; milliseconds for all,
+not compiled, in the same setting. Twice what the constant says, which is of a kernel with two inputs."""
 
 
 def find(name: str) -> Device:
