@@ -231,7 +231,7 @@ def _dot_graph(graph: GraphData, prefix: str, *, framed: bool) -> list[str]:
             look += ', color="#c0281c", penwidth=2'
         lines.append(f"  {ids[node.name]} [{look}, label={label}];")
     for edge, labels in _merged(graph):
-        text = "".join(f"  {label}\\l" for label in labels)  # spaces keep it off the line
+        text = "".join(f"  {_escaped(label)}\\l" for label in labels)  # spaces keep it off the line
         style = ", style=dashed" if edge.state else ""
         free = ", constraint=false" if edge.arg.endswith(" times") else ""
         lines.append(f'  {ids[edge.source]} -> {ids[edge.target]} [label="{text}"{style}{free}];')
@@ -303,5 +303,9 @@ def _escape(text: str) -> str:
     return html.escape(text, quote=False)
 
 
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')
+
+
 def _quote(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return f'"{_escaped(text)}"'
