@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from qfuse import devices, draw
+from qfuse.count import Count, ModelCount
 from qfuse.describe import GraphData
 from qfuse.picture import Request
 
@@ -26,12 +27,12 @@ caches, counted without running anything: `qfuse graph`.
 
 {counts}
 
-*declared* is what the ops say, *traced* is counted in what MLX records for the whole call. Upstream's layers are traced
-as a Metal GPU would run them, and their primitives counted by what MLX's Metal backend does: a view launches nothing, a
-reshape copies what is not contiguous, a concatenation launches once per input, a kernel copies a strided input first,
-a function made by `mx.compile` is as many kernels as MLX fuses it into, and attention over 1024 keys or more takes two
-on the larger chips. Bytes are what a launch has to read and write once: of experts those chosen, of a kv cache the used
-keys.
+Dispatches declared / traced, by mode: declared is what the ops say, traced is counted in what MLX records for the whole
+call. Upstream's layers are traced as a Metal GPU would run them, and their primitives counted by what MLX's Metal
+backend does: a view launches nothing, a reshape copies what is not contiguous, a concatenation launches once per input,
+a kernel copies a strided input first, a function made by `mx.compile` is as many kernels as MLX fuses it into, and
+attention over 1024 keys or more takes two on the larger chips. Bytes are what a launch has to read and write once: of
+experts those chosen, of a kv cache the used keys.
 """
 
 TIME = """## An estimate of the time
@@ -60,21 +61,25 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def counts() -> str:
     count = PICTURES["moe"][1].count
-    head = ["", "vanilla", "MB", "mode 1 declared", "traced", "MB", "mode 2 declared", "traced", "MB"]
+    parts = [(f"{layer.kind} layer × {len(layer.layers)}", layer.modes) for layer in count.layers]
+    parts += [(name, dict.fromkeys((0, 1, 2), part)) for name, part in around(count)]
     rows = []
-    for layer in count.layers:
-        row = [f"{layer.kind} layer × {len(layer.layers)}"]
-        for mode, part in sorted(layer.modes.items()):
-            row += [str(part.declared)] * (mode > 0) + [str(part.traced), f"{(part.bytes or 0) / 1e6:.1f}"]
+    for name, modes in parts:
+        row = [name]
+        for mode, part in sorted(modes.items()):
+            declared = part.traced if part.declared is None else part.declared
+            row += [f"{declared} / {part.traced}" if mode else str(part.traced), f"{(part.bytes or 0) / 1e6:.1f}"]
         rows.append(row)
-    for name, part in (("embedding", count.before), ("norm and output", count.after)):
-        cells = [str(part.traced), f"{(part.bytes or 0) / 1e6:.1f}"]
-        rows.append([name, *cells, *(cells[:1] + cells) * 2])
     row = ["**token**"]
     for mode in (0, 1, 2):
-        declared = [str(count.dispatches(mode, declared=True))] * (mode > 0)
-        row += [*declared, str(count.dispatches(mode)), f"{(count.bytes(mode) or 0) / 1e6:.1f}"]
-    return table(head, [*rows, row])
+        traced = count.dispatches(mode)
+        row += [f"{count.dispatches(mode, declared=True)} / {traced}" if mode else str(traced)]
+        row += [f"{(count.bytes(mode) or 0) / 1e6:.1f}"]
+    return table(["", "vanilla", "MB", "mode 1", "MB", "mode 2", "MB"], [*rows, row])
+
+
+def around(count: ModelCount) -> list[tuple[str, Count]]:
+    return [("embedding", count.before), ("norm and output", count.after)]
 
 
 def nodes(graph: GraphData) -> str:

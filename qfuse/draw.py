@@ -47,10 +47,10 @@ def to_dot(graphs: Sequence[GraphData], *, title: str = "") -> str:
     """DOT text, top to bottom, each graph in a frame of its own, and a legend of what occurs."""
     lines = [
         "digraph qfuse {",
-        "  graph [rankdir=TB, fontname=Helvetica, fontsize=16, labelloc=t, nodesep=0.55, ranksep=0.5,",
+        "  graph [rankdir=TB, fontname=Arial, fontsize=16, labelloc=t, nodesep=0.4, ranksep=0.5,",
         f"    label={_quote(title)}];",
-        '  node [shape=box, style=filled, fontname=Helvetica, fontsize=11, margin="0.1,0.04", color="#5b6770"];',
-        '  edge [fontname=Helvetica, fontsize=9, color="#5b6770", fontcolor="#33404a", arrowsize=0.7];',
+        '  node [shape=box, style=filled, fontname=Arial, fontsize=12, margin="0.1,0.04", color="#5b6770"];',
+        '  edge [fontname=Arial, fontsize=10, color="#5b6770", fontcolor="#33404a", arrowsize=0.7];',
     ]
     for number, graph in enumerate(graphs):
         lines += _dot_graph(graph, f"g{number}", framed=len(graphs) > 1)
@@ -216,11 +216,11 @@ def _dot_graph(graph: GraphData, prefix: str, *, framed: bool) -> list[str]:
         lines += [
             f"  subgraph cluster_{prefix} {{",
             f"  label={_quote(f'{graph.name}: {summary(graph)}')}; fontsize=13;",
-            '  style=rounded; color="#9aa5ad"; margin=32;',
+            '  style=rounded; color="#9aa5ad"; margin=44;',
         ]
     for node in graph.nodes:
         head, *rest = (_escape(line) for line in _wrapped(caption(node)))
-        more = "".join(f'<tr><td><font point-size="9">{line}</font></td></tr>' for line in rest)
+        more = "".join(f'<tr><td><font point-size="10">{line}</font></td></tr>' for line in rest)
         look = f'id={ids[node.name]}, fillcolor="{_colour(kind(node))}"'
         if node.kind == "op":
             table = 'border="0" cellborder="0" cellspacing="0" cellpadding="1"'

@@ -44,7 +44,7 @@ def boxes(dot):
         if edge.attr["lp"]:
             x, y = map(float, edge.attr["lp"].split(","))
             lines = [line for line in edge.attr["label"].split("\\l") if line]
-            w, h = 4.4 * max(map(len, lines)), 10.5 * len(lines)  # at 9 points
+            w, h = 4.6 * max(map(len, lines)), 11.5 * len(lines)  # at 10 points
             found.append((f"label {edge.attr['label']}", x - w / 2, y - h / 2, x + w / 2, y + h / 2))
     return found
 
