@@ -167,6 +167,7 @@ FORMATS = ("table", "mermaid", "dot", "svg", "png", "html", "json")
 @click.option("--backend", "backends", multiple=True, metavar="NAME", help="In order of preference; default metal.")
 @click.option("--moe", type=click.Choice(["moe_4", "moe_5"]), default="moe_4", show_default=True)
 @click.option("--device", metavar="NAME", help="Estimate a token's time there, such as m3-ultra or h200.")
+@click.option("--committed", is_flag=True, help="On a CUDA GPU: run a few layers and count the kernels launched.")
 @click.option("--format", "form", type=click.Choice(FORMATS), help="Default: by the ending of FILE, or a table.")
 @click.option("-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
 def graph(
@@ -180,10 +181,11 @@ def graph(
     backends: tuple[str, ...],
     moe: str,
     device: str | None,
+    committed: bool,
     form: str | None,
     output: Path | None,
 ) -> None:
-    """Show what a decode step runs, as a table or a picture: nodes, dispatches, bytes. Nothing is run for it."""
+    """Show what a decode step runs, as a table or a picture: nodes, dispatches, bytes. Nothing is run."""
     from .picture import Request
 
     if output is not None and not output.absolute().parent.is_dir():
@@ -194,7 +196,7 @@ def graph(
             raise click.UsageError(f"[format] wants one of {', '.join(FORMATS)}, got {output}")
     request = Request(
         part=part, mode=mode, config=config, model=model, bits=int(bits) if bits else None, rows=rows, keys=keys,
-        backends=backends or ("metal",), moe=moe, device=device,
+        backends=backends or ("metal",), moe=moe, device=device, committed=committed,
     )  # fmt: skip
     made = request.table(OUT.width if output is None else 120) if form == "table" else request.render(form)
     if output is not None:

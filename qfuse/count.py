@@ -130,17 +130,19 @@ def count_model(
         dtype=DTYPE_NAMES[dtype],
         backends=tuple(backends),
         layers=counted,
-        before=_traced("embedding", embed, ["tokens"], ["x"]),
-        after=_traced("norm and output", head, ["x"], ["logits"]),
+        before=_traced("embedding", embed, ["tokens"], ["x"], gpu),
+        after=_traced("norm and output", head, ["x"], ["logits"], gpu),
     )
 
 
-def traced_graph(name: str, recording: Recording, inputs: Sequence[str], outputs: Sequence[str]) -> GraphData:
+def traced_graph(
+    name: str, recording: Recording, inputs: Sequence[str], outputs: Sequence[str], gpu: str = "metal"
+) -> GraphData:
     """A recording as a graph's data, with a node for each primitive that launches something.
 
     inputs, outputs: names for the recording's. One called NAME_next carries the state of the input NAME.
     """
-    found, wrote = launches(recording)
+    found, wrote = launches(recording, gpu)
     states = {given for given in inputs if f"{given}_next" in outputs}
     tensors = {a.id: _tensor(given, a) for given, a in zip(inputs, recording.inputs, strict=True)}
     owner = {a.id: given for given, a in zip(inputs, recording.inputs, strict=True)}
@@ -203,7 +205,7 @@ def _count_layer(
         with gpu_shaped(gpu):
             return record(function, x, *state.values())
 
-    vanilla = _traced(f"{kind}_layer_vanilla", trace(lambda x, cache: layer(x, mask=None, cache=cache)), *names)
+    vanilla = _traced(f"{kind}_layer_vanilla", trace(lambda x, cache: layer(x, mask=None, cache=cache)), *names, gpu)
     counts = {0: vanilla}
     reason = ""
     for mode in sorted({*modes} - {0}):
@@ -216,12 +218,12 @@ def _count_layer(
         graph = describe(plan, _call(layer, rows, keys), fused.adapter.weights)
         if mode == 1:
             mix = trace(lambda x, cache: fused.adapter.mix(layer, x, None, cache))  # noqa: B023 (called at once)
-            mixer = traced_graph(f"{kind}_layer_mode_1", mix, names[0], ["r", *names[1][1:]])
+            mixer = traced_graph(f"{kind}_layer_mode_1", mix, names[0], ["r", *names[1][1:]], gpu)
             graph = _joined(mixer, graph, "r")
         whole = None
         if all(step.backend in (*TRACEABLE, "library") for step in plan.steps):
             recording = trace(lambda x, cache: fused(layer, x, None, cache))  # noqa: B023
-            whole = sum(launch.dispatches for launch in launches(recording)[0])
+            whole = sum(launch.dispatches for launch in launches(recording, gpu)[0])
         counts[mode] = Count(declared=graph.dispatches, traced=whole, bytes=graph.bytes, graph=graph)
     return LayerCount(kind=kind, layers=indices, modes=counts, reason=reason)
 
@@ -288,8 +290,8 @@ def _fused(layer: nn.Module, mode: int, backends: Sequence[str], moe: str) -> Fu
     return FusedLayer(attrs.evolve(cast(Any, adapter), weights=weights), Fusion(mode, backends, True, moe))
 
 
-def _traced(name: str, recording: Recording, inputs: Sequence[str], outputs: Sequence[str]) -> Count:
-    graph = traced_graph(name, recording, inputs, outputs)
+def _traced(name: str, recording: Recording, inputs: Sequence[str], outputs: Sequence[str], gpu: str) -> Count:
+    graph = traced_graph(name, recording, inputs, outputs, gpu)
     return Count(declared=None, traced=graph.dispatches, bytes=graph.bytes, graph=graph)
 
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from . import backends as backend_table
 from . import devices, draw, load, models
+from .committed import count_step
 from .configs import CONFIGS
 from .count import ModelCount, count_model, counts_data, part_graph
 from .describe import GraphData, to_json
@@ -25,7 +26,7 @@ class Request:
     """What to show. part: gdn, gqa, moe, layer or model. mode: 0 vanilla, 1 or 2, see qfuse.fuse.
 
     config: a name of qfuse.configs, or model: a checkpoint folder. bits: of a config, 8 by default. rows, keys: of the
-    step. device: a name of qfuse.devices, or None.
+    step. device: a name of qfuse.devices, or None. committed: count on this machine's CUDA GPU too.
     Raises ValueError on what does not exist or does not go together, CheckpointError on a folder that is no checkpoint.
     """
 
@@ -39,6 +40,7 @@ class Request:
     backends: tuple[str, ...] = ("metal",)
     moe: str = "moe_4"
     device: str | None = None
+    committed: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.config is not None and self.model is not None:
@@ -53,6 +55,8 @@ class Request:
             backend_table.find(name)
         if self.device is not None:
             devices.find(self.device)
+        if self.committed and self.model is not None:
+            raise ValueError(f"[committed] wants a config, got the model {self.model}")
 
     @property
     def name(self) -> str:
@@ -97,6 +101,8 @@ class Request:
         parts += [escape(f"{layer.kind} layers stay vanilla: {layer.reason}") for layer in reasons]
         if device is not None:
             parts.append(escape(f"An estimate, bytes / memory speed + dispatches · cost of one. {device.sources()}"))
+        if self.committed:
+            parts.append(self._committed())
         return (to_text(*parts, width=max(width, 100)) + "\n").encode()
 
     def render(self, form: str) -> bytes:
@@ -111,6 +117,20 @@ class Request:
             return self._page().encode()
         dot = draw.to_dot(graphs, title=title)
         return dot.encode() if form == "dot" else draw.render(dot, form)
+
+    def _committed(self) -> str:
+        """What the GPU launched for one block of layers, beside what a trace of it says."""
+        config = CONFIGS[self.config or DEFAULT]
+        config = {**config, "num_hidden_layers": config["full_attention_interval"]}
+        bits = self.bits or 8
+        counted = count_step(config, bits=bits, rows=self.rows, keys=self.keys, backends=self.backends, moe=self.moe)
+        net = models.hollow_model(config, bits=bits, group=64, dtype=mx.bfloat16)
+        traced = count_model(net, "", rows=self.rows, keys=self.keys, backends=self.backends, moe=self.moe, gpu="cuda")
+        text = ", ".join(
+            f"{f'mode {mode}' if mode else 'vanilla'} {count} ({traced.dispatches(mode)} by the trace)"
+            for mode, count in counted.items()
+        )
+        return f"Kernels in the graphs that MLX committed for a model of {len(net.layers)} layers: {text}"
 
     def _title(self, graphs: list[GraphData]) -> str:
         if len(graphs) > 1:

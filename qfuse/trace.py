@@ -2,8 +2,8 @@
 
 A trace on a CPU differs from a GPU's in three ways, which ``gpu_shaped`` evens out: MLX's fast ops fall apart into
 small ones, mlx-lm's own kernels do not exist, and what mx.compile fuses is recorded unfused. The rules of ``launches``
-are those of MLX's Metal backend (mlx/backend/metal and mlx/backend/gpu, 0.32). On CUDA they are taken to be the same;
-there mlx-lm has no kernel for the recurrence, and MLX none for attention on heads wider than 128.
+are those of MLX's Metal backend (mlx/backend/metal and mlx/backend/gpu, 0.32). On CUDA mlx-lm has no kernel for the
+recurrence, MLX has none for attention on heads wider than 128, and a gather_qmm copies row numbers that are broadcast.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def gpu_shaped(gpu: str = "metal") -> Iterator[None]:
         yield
 
 
-def launches(recording: Recording) -> tuple[list[Launched], dict[str, str]]:
+def launches(recording: Recording, gpu: str = "metal") -> tuple[list[Launched], dict[str, str]]:
     """What a GPU launches for a recording made under :func:`gpu_shaped`, and what wrote each array, by ids.
 
     Views launch nothing. A reshape of an array that is not row-contiguous copies it. A concatenation launches once per
@@ -123,10 +123,11 @@ def launches(recording: Recording) -> tuple[list[Launched], dict[str, str]]:
         if views := _views(name, primitive, ins):
             buffers.update({array.id: view for array, view in zip(primitive.outputs, views, strict=True)})
             continue
-        copied = sum(not x.row_contiguous for x in ins[:1] if name in MAKES_CONTIGUOUS)
-        if name == "CustomKernel":
-            copied = sum(not x.row_contiguous for x in ins)
-        count = copied + fused
+        looked_at = ins if name == "CustomKernel" else ins[:1] if name in MAKES_CONTIGUOUS else []
+        if name == "GatherQMM" and gpu == "cuda":
+            looked_at = [ins[0], *ins[-2:]]
+        copies = [x for x in looked_at if not x.row_contiguous]
+        count = len(copies) + fused
         if name == "Concatenate":
             count = sum(x.size > 0 for x in ins)
         elif name == "RoPE":
@@ -136,14 +137,13 @@ def launches(recording: Recording) -> tuple[list[Launched], dict[str, str]]:
         elif name == "DynamicSliceUpdate":
             count += 1
         reads, writes = _traffic(name, primitive, ins)
-        extra = sum(x.nbytes for x in ins[:1] if copied)
         found.append(
             Launched(
                 name=name,
                 kernel=primitive.kernel if name == "CustomKernel" else "",
                 dispatches=count,
-                reads=reads + extra,
-                writes=writes + extra,
+                reads=reads + sum(x.nbytes for x in copies),
+                writes=writes + sum(x.size * x.itemsize for x in copies),
                 inputs=primitive.inputs,
                 outputs=primitive.outputs,
             )

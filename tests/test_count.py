@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import make_prompt_cache
 
-from qfuse import count, devices, models
+from qfuse import committed, count, devices, models
 from qfuse.configs import CONFIGS
 from qfuse.trace import _reshape_strides, gpu_shaped, launches, record
 
@@ -238,3 +238,50 @@ def test_every_device_says_where_its_constants_are_from():
             assert "https://" in source or source.startswith("measured")
     with pytest.raises(ValueError, match=r"\[device\] wants one of h200, .*, got abacus"):
         devices.find("abacus")
+
+
+# In the form that MLX 0.32.4 writes: two kernels, one of them in a graph of its own, and a node that is none.
+DOT = """digraph dot {
+subgraph cluster_21 {
+label="graph_21" graph[style="dashed"];
+"graph_21_node_0"[style="bold" shape="octagon" label="0
+_ZN3mlx4core2cu6rbitscEPKjPh4dim3bm
+"];
+
+"graph_21_node_1"[style="solid" shape="rectangle" label="1
+graph_22
+"];
+
+"graph_21_node_2"[style="solid" shape="rectangle" label="2
+EMPTY
+"];
+
+"graph_21_node_0" -> "graph_21_node_1";
+}
+subgraph cluster_22 {
+label="graph_22" graph[style="dashed"];
+"graph_22_node_0"[style="bold" shape="octagon" label="0
+conv1d_c1_k1_nhwc
+"];
+}
+}
+"""
+
+
+def test_kernels_of_committed_graphs():
+    found = committed.kernels([DOT, DOT])
+    assert found == {"_ZN3mlx4core2cu6rbitscEPKjPh4dim3bm": 2, "conv1d_c1_k1_nhwc": 2}
+
+
+def test_committed_graphs_need_a_cuda_gpu():
+    with pytest.raises(RuntimeError, match=r"^\[committed\] wants a CUDA GPU, got none$"):
+        committed.count_step(CONFIGS["tiny"], bits=8, rows=1, keys=4, backends=("cuda",), moe="moe_4")
+
+
+def test_an_h200_launched_what_is_traced():
+    block = {**CONFIGS[NAME], "num_hidden_layers": 4}
+    model = models.hollow_model(block, bits=8, group=64, dtype=mx.bfloat16)
+    traced = count.count_model(model, NAME, keys=4, gpu="cuda")
+    assert traced.dispatches(2) == devices.COMMITTED[2]
+    for mode in (0, 1):  # cuBLAS has one more: a batched product that MLX first makes a table of pointers for
+        assert devices.COMMITTED[mode] - 1 == traced.dispatches(mode)
