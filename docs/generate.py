@@ -8,11 +8,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from qfuse import devices, draw
+from qfuse import devices, draw, hollow
 from qfuse.configs import CONFIGS
 from qfuse.count import Count, ModelCount, count_model
 from qfuse.describe import GraphData
-from qfuse.models import hollow_model
 from qfuse.picture import Request
 
 DOCS = Path(__file__).parent
@@ -92,7 +91,7 @@ def around(count: ModelCount) -> list[tuple[str, Count]]:
 
 def committed() -> str:
     config = {**CONFIGS["qwen3.5-35b-a3b"], "num_hidden_layers": 4}
-    net = hollow_model(config, bits=8, group=64, dtype=mx.bfloat16)
+    net = hollow.model_of(config, bits=8, group=64, dtype=mx.bfloat16)
     traced = count_model(net, "", keys=4, gpu="cuda")
     return ", ".join(
         f"{count} in {f'mode {mode}' if mode else 'vanilla'} ({traced.dispatches(mode)} by the trace)"

@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
-from . import models
+from . import hollow, models
 from .fuse import fuse
 
 PREFIX = "MLX_SAVE_CUDA_GRAPHS_DOT_FILE"
@@ -59,7 +59,7 @@ def count_step(
 
 
 def _count(request: Mapping[str, Any], prefix: Path) -> dict[int, int]:
-    model = models.hollow_model(request["config"], bits=request["bits"], group=64, dtype=mx.bfloat16)
+    model = hollow.model_of(request["config"], bits=request["bits"], group=64, dtype=mx.bfloat16)
     model.update(tree_map(lambda x: mx.zeros(x.shape, x.dtype), model.parameters()))  # hollow ones are strided
     mx.eval(model.parameters())
     counts = {}
@@ -75,8 +75,8 @@ def _step(model: nn.Module, rows: int, keys: int, prefix: Path) -> int:
     layers, dtype = models.decoder_layers(model), models.activations(model)
     caches = []
     for layer in layers:
-        state = models.step_state(layer, rows, keys + 1, dtype)
-        caches.append(models.step_cache(layer, {name: mx.zeros(x.shape, x.dtype) for name, x in state.items()}, keys))
+        state = {name: mx.zeros(*form) for name, form in models.step_state(layer, rows, keys + 1, dtype).items()}
+        caches.append(models.step_cache(layer, state, keys))
     written: set[Path] = set()
     for _ in range(2):
         mx.eval(tokens, *[models.cache_state(cache) for cache in caches])

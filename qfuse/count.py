@@ -1,14 +1,12 @@
 """Counts of one decode step: GPU dispatches and bytes, per layer and per token, vanilla beside each mode.
 
-Nothing is run and no weights are needed: the layers are upstream's own, with hollow arrays, traced as for a Metal GPU.
+Nothing is run and no weights are needed: upstream's own layers, with hollow arrays, are traced as a GPU would run them.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import attrs
@@ -16,18 +14,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from . import graphs, models
-from .describe import EdgeData, GraphData, NodeData, TensorData, describe, total
-from .fuse import FusedLayer, Fusion
-from .models import RefusedError
-from .op import REGISTRY
-from .plan import Traced, build
+from . import graphs, hollow, models
+from .describe import EdgeData, GraphData, NodeData, describe, joined, total, traced_graph
+from .models import Adapter, RefusedError
+from .plan import Plan, build
 from .show import ranges
 from .spec import DTYPE_NAMES, SpecError
-from .trace import Launched, Recording, gpu_shaped, launches, record
+from .trace import Recording, gpu_shaped, launches, record
 
-TRACEABLE = ("metal", "reference")
-"""Backends whose calls MLX can record on any machine."""
+TRACEABLE = ("library", "metal", "reference")
+"""What runs a node in a way that MLX can record on any machine."""
 
 
 @attrs.frozen(kw_only=True)
@@ -109,123 +105,93 @@ def count_model(
     launches of MLX's and mlx-lm's own ops are counted.
     Raises RefusedError on a model of another type.
     """
+    step = _Step(rows=rows, keys=keys, backends=tuple(backends), moe=moe, gpu=gpu)
     layers = models.decoder_layers(model)
-    dtype = models.activations(model)
     groups: dict[str, list[int]] = {}
     for index, layer in enumerate(layers):
         groups.setdefault(_signature(layer), []).append(index)
-    counted = tuple(
-        _count_layer(layers[indices[0]], tuple(indices), rows, keys, backends, moe, modes, gpu)
-        for indices in groups.values()
-    )
-    tokens = models.hollow((rows, 1), mx.int32)
+    tokens = hollow.zeros((rows, 1), mx.int32)
     with gpu_shaped(gpu):
         embed = record(lambda x: [models.before_layers(model, x)], tokens)
-        hidden = models.hollow(embed.outputs[0].shape, embed.outputs[0].dtype)
-        head = record(lambda x: [models.after_layers(model, x)], hidden)
+        out = embed.outputs[0]
+        head = record(lambda x: [models.after_layers(model, x)], hollow.zeros(out.shape, out.dtype))
     return ModelCount(
         name=name,
         rows=rows,
         keys=keys,
-        dtype=DTYPE_NAMES[dtype],
-        backends=tuple(backends),
-        layers=counted,
-        before=_traced("embedding", embed, ["tokens"], ["x"], gpu),
-        after=_traced("norm and output", head, ["x"], ["logits"], gpu),
+        dtype=DTYPE_NAMES[models.activations(model)],
+        backends=step.backends,
+        layers=tuple(_count_layer(layers[same[0]], same, step, modes) for same in groups.values()),
+        before=step.counted("embedding", embed, ["tokens"], ["x"]),
+        after=step.counted("norm and output", head, ["x"], ["logits"]),
     )
 
 
-def traced_graph(
-    name: str, recording: Recording, inputs: Sequence[str], outputs: Sequence[str], gpu: str = "metal"
-) -> GraphData:
-    """A recording as a graph's data, with a node for each primitive that launches something.
+@attrs.frozen(kw_only=True)
+class _Step:
+    """What is asked of every layer, see count_model."""
 
-    inputs, outputs: names for the recording's. One called NAME_next carries the state of the input NAME.
-    """
-    found, wrote = launches(recording, gpu)
-    states = {given for given in inputs if f"{given}_next" in outputs}
-    tensors = {a.id: _tensor(given, a) for given, a in zip(inputs, recording.inputs, strict=True)}
-    owner = {a.id: given for given, a in zip(inputs, recording.inputs, strict=True)}
-    nodes = [NodeData(name=given, kind="input") for given in inputs]
-    edges: list[EdgeData] = []
-    seen: Counter[str] = Counter()
-    number = 1
-    for launch in found:
-        op, backend = _label(launch)
-        seen[op] += 1
-        node = op if seen[op] == 1 else f"{op} {seen[op]}"
-        weights = []
-        for place, array in enumerate(launch.inputs):
-            source = wrote[array.id]
-            if source in owner:
-                edges.append(EdgeData(
-                    source=owner[source], target=node, tensor=tensors[source].name, arg=str(place),
-                    bytes=array.nbytes, state=owner[source] in states,
-                ))  # fmt: skip
-            elif math.prod(array.shape) > 1:  # a scalar is no weight
-                weights.append(_tensor(f"{node}.{place}", array))
-        for place, array in enumerate(launch.outputs):
-            owner[array.id] = node
-            tensors[array.id] = _tensor(f"{node}.{place}", array)
-        nodes.append(NodeData(
-            name=node, kind="op", op=op, backend=backend, first=number, dispatches=launch.dispatches,
-            reads=launch.reads, writes=launch.writes, weights=tuple(weights),
-        ))  # fmt: skip
-        number += launch.dispatches
-    for wanted, array in zip(outputs, recording.outputs, strict=True):
-        source = wrote.get(array.id, array.id)
-        nodes.append(NodeData(name=wanted, kind="output"))
-        edges.append(EdgeData(
-            source=owner[source], target=wanted, tensor=tensors[source].name, arg=wanted, bytes=0,
-            state=wanted.removesuffix("_next") in states,
-        ))  # fmt: skip
-    return GraphData(name=name, dims={}, nodes=tuple(nodes), tensors=tuple(tensors.values()), edges=tuple(edges))
+    rows: int
+    keys: int
+    backends: tuple[str, ...]
+    moe: str
+    gpu: str
+
+    def counted(self, name: str, recording: Recording, inputs: Sequence[str], outputs: Sequence[str]) -> Count:
+        """A part that is upstream's own."""
+        graph = traced_graph(name, recording, inputs, outputs, self.gpu)
+        return Count(declared=None, traced=graph.dispatches, bytes=graph.bytes, graph=graph)
 
 
-def _count_layer(
-    layer: nn.Module,
-    indices: tuple[int, ...],
-    rows: int,
-    keys: int,
-    backends: Sequence[str],
-    moe: str,
-    modes: Sequence[int],
-    gpu: str,
-) -> LayerCount:
-    kind, dtype = ("gdn" if layer.is_linear else "gqa"), layer.input_layernorm.weight.dtype
-    state = models.step_state(layer, rows, keys, dtype)
-    x = models.hollow((rows, 1, layer.input_layernorm.weight.shape[0]), dtype)
+def _count_layer(layer: nn.Module, same: Sequence[int], step: _Step, modes: Sequence[int]) -> LayerCount:
+    """One of the layers numbered ``same``, which are alike."""
+    kind, weight = ("gdn" if layer.is_linear else "gqa"), layer.input_layernorm.weight
+    state = models.step_state(layer, step.rows, step.keys, weight.dtype)
     names = ["x", *state], ["out", *(f"{name}_next" for name in state)]
+    given = [hollow.zeros((step.rows, 1, weight.size), weight.dtype), *(hollow.zeros(*form) for form in state.values())]
 
     def trace(call: Callable[..., Any]) -> Recording:
         def function(x: mx.array, *arrays: mx.array) -> list[mx.array]:
-            cache = models.step_cache(layer, dict(zip(state, arrays, strict=True)), keys)
+            cache = models.step_cache(layer, dict(zip(state, arrays, strict=True)), step.keys)
             return [call(x, cache), *models.cache_state(cache)]
 
-        with gpu_shaped(gpu):
-            return record(function, x, *state.values())
+        with gpu_shaped(step.gpu):
+            return record(function, *given)
 
-    vanilla = _traced(f"{kind}_layer_vanilla", trace(lambda x, cache: layer(x, mask=None, cache=cache)), *names, gpu)
-    counts = {0: vanilla}
-    reason = ""
+    vanilla = step.counted(f"{kind}_layer_vanilla", trace(lambda x, cache: layer(x, mask=None, cache=cache)), *names)
+    counts, reason = {0: vanilla}, ""
     for mode in sorted({*modes} - {0}):
         try:
-            fused = _fused(layer, mode, backends, moe)
+            adapter = _adapter(layer)
+            plan = _plan(adapter, kind if mode == 2 else "", weight.dtype, step)
         except (RefusedError, SpecError) as error:
             counts[mode], reason = vanilla, str(error)
             continue
-        plan = fused.plan(dtype)
-        graph = describe(plan, _call(layer, rows, keys), fused.adapter.weights)
+        graph = describe(plan, _call(layer, step), adapter.weights)
         if mode == 1:
-            mix = trace(lambda x, cache: fused.adapter.mix(layer, x, None, cache))  # noqa: B023 (called at once)
-            mixer = traced_graph(f"{kind}_layer_mode_1", mix, names[0], ["r", *names[1][1:]], gpu)
-            graph = _joined(mixer, graph, "r")
+            mix = trace(partial(_mix, adapter, layer))
+            graph = joined(traced_graph(f"{kind}_layer_mode_1", mix, names[0], ["r", *names[1][1:]], step.gpu), graph)
         whole = None
-        if all(step.backend in (*TRACEABLE, "library") for step in plan.steps):
-            recording = trace(lambda x, cache: fused(layer, x, None, cache))  # noqa: B023
-            whole = sum(launch.dispatches for launch in launches(recording, gpu)[0])
+        if all(each.backend in TRACEABLE for each in plan.steps):
+            run = partial(_decode, adapter, plan) if mode == 2 else partial(_mix, adapter, layer, plan=plan)
+            whole = sum(launch.dispatches for launch in launches(trace(run), step.gpu)[0])
         counts[mode] = Count(declared=graph.dispatches, traced=whole, bytes=graph.bytes, graph=graph)
-    return LayerCount(kind=kind, layers=indices, modes=counts, reason=reason)
+    return LayerCount(kind=kind, layers=tuple(same), modes=counts, reason=reason)
+
+
+def _decode(adapter: Adapter, plan: Plan, x: mx.array, cache: Any) -> mx.array:
+    """One fused step."""
+    return adapter.decode(plan, x, None, cache)
+
+
+def _mix(adapter: Adapter, layer: nn.Module, x: mx.array, cache: Any, plan: Plan | None = None) -> mx.array:
+    """The mixer by upstream, and the MoE by a plan if there is one: mode 1."""
+    r = adapter.mix(layer, x, None, cache)
+    if plan is None:
+        return r
+    B, _, H = x.shape
+    (out,) = plan.run(r.reshape(B, H), x.reshape(B, H))
+    return out.reshape(B, 1, H)
 
 
 def part_graph(
@@ -237,10 +203,11 @@ def part_graph(
     """
     layers = models.decoder_layers(model)
     layer = next(layer for layer in layers if part not in ("gdn", "gqa") or layer.is_linear == (part == "gdn"))
-    fused = _fused(layer, 2, backends, "moe_4")
-    dims = {**fused.adapter.dims, "T": DTYPE_NAMES[models.activations(model)]}
-    plan = build(getattr(graphs, part)(dims), fused.adapter.weights, backends)
-    return describe(plan, {**dims, **_call(layer, rows, keys)}, fused.adapter.weights)
+    adapter = _adapter(layer)
+    dims = {**adapter.dims, "T": DTYPE_NAMES[models.activations(model)]}
+    plan = build(getattr(graphs, part)(dims), adapter.weights, backends)
+    step = _Step(rows=rows, keys=keys, backends=tuple(backends), moe=part, gpu="metal")
+    return describe(plan, _call(layer, step), adapter.weights)
 
 
 def counts_data(count: ModelCount) -> dict[str, Any]:
@@ -271,49 +238,30 @@ def counts_data(count: ModelCount) -> dict[str, Any]:
     }
 
 
-def _call(layer: nn.Module, rows: int, keys: int) -> dict[str, Any]:
+def _call(layer: nn.Module, step: _Step) -> dict[str, Any]:
     """The dims of one step: rows, keys, allocated keys, and dtypes of activations and conv state."""
     dtype = layer.input_layernorm.weight.dtype
-    dims = {"B": rows, "N": keys, "T": DTYPE_NAMES[dtype], "S": DTYPE_NAMES[dtype]}
+    dims = {"B": step.rows, "N": step.keys, "T": DTYPE_NAMES[dtype], "S": DTYPE_NAMES[dtype]}
     if not layer.is_linear:
-        dims["A"] = models.step_state(layer, rows, keys, dtype)["keys"].shape[2]
+        dims["A"] = models.step_state(layer, step.rows, step.keys, dtype)["keys"][0][2]
     return dims
 
 
-def _fused(layer: nn.Module, mode: int, backends: Sequence[str], moe: str) -> FusedLayer:
-    """A layer's plans without touching the layer, the folded router's weights hollow."""
+def _adapter(layer: nn.Module) -> Adapter:
+    """A layer's adapter, with the folded router's weights hollow."""
     adapter = models.adapt(layer, fold_router=False)
     d, dtype = adapter.dims, layer.input_layernorm.weight.dtype
-    folded = {"M1": models.hollow((d["E"], d["Ka"]), dtype), "Wf": models.hollow((d["E"], d["H"]), dtype)}
+    folded = {"M1": hollow.zeros((d["E"], d["Ka"]), dtype), "Wf": hollow.zeros((d["E"], d["H"]), dtype)}
     mx.eval(folded)
     weights = {**adapter.weights, **{f"o_proj_router.{name}": array for name, array in folded.items()}}
-    return FusedLayer(attrs.evolve(cast(Any, adapter), weights=weights), Fusion(mode, backends, True, moe))
+    return attrs.evolve(cast(Any, adapter), weights=weights)
 
 
-def _traced(name: str, recording: Recording, inputs: Sequence[str], outputs: Sequence[str], gpu: str) -> Count:
-    graph = traced_graph(name, recording, inputs, outputs, gpu)
-    return Count(declared=None, traced=graph.dispatches, bytes=graph.bytes, graph=graph)
-
-
-def _joined(first: GraphData, then: GraphData, seam: str) -> GraphData:
-    """Two graphs as one: what ``first`` calls ``seam`` is an input of ``then``, whose other inputs are first's."""
-    (into,) = [edge for edge in first.edges if edge.target == seam]
-    sources = {seam: (into.source, into.tensor)}
-    edges = [edge for edge in first.edges if edge.target != seam]
-    for edge in then.edges:
-        source, tensor = sources.get(edge.source, (edge.source, edge.tensor))
-        edges.append(attrs.evolve(edge, source=source, tensor=tensor))
-    nodes = [node for node in first.nodes if node.name != seam]
-    nodes += [
-        attrs.evolve(node, first=node.first + first.dispatches if node.first else 0)
-        for node in then.nodes
-        if node.kind != "input"
-    ]
-    made = {tensor.name for tensor in first.tensors}
-    return GraphData(
-        name=first.name, dims=then.dims, nodes=tuple(nodes), edges=tuple(edges),
-        tensors=first.tensors + tuple(t for t in then.tensors if t.name not in made | {seam}),
-    )  # fmt: skip
+def _plan(adapter: Adapter, kind: str, dtype: mx.Dtype, step: _Step) -> Plan:
+    """The plan of a whole layer of ``kind``, or of the MoE alone."""
+    dims = {**adapter.dims, "T": DTYPE_NAMES[dtype]}
+    graph = graphs.layer(kind, dims, moe=step.moe) if kind else graphs.moe_only(dims)
+    return build(graph, adapter.weights, step.backends)
 
 
 def _model_graph(count: ModelCount, mode: int) -> GraphData:
@@ -382,18 +330,3 @@ def _signature(layer: nn.Module) -> str:
     arrays = [(name, x.shape, str(x.dtype)) for name, x in tree_flatten(layer.parameters())]
     quants = [(name, m.bits, m.group_size, m.mode) for name, m in layer.named_modules() if hasattr(m, "group_size")]
     return str((type(layer), arrays, quants))
-
-
-def _label(launch: Launched) -> tuple[str, str]:
-    """What a launch is called, and the backend that it belongs to."""
-    if not launch.kernel:
-        return launch.name, "mlx"
-    op = re.match(r"custom_kernel_(\w+?)_[0-9a-f]{8}_", launch.kernel)
-    if op and op[1] in REGISTRY:
-        return op[1], "metal"
-    return re.sub(r"^custom_kernel_|_+(bfloat16_t|half|float)_.*$", "", launch.kernel), "mlx"
-
-
-def _tensor(name: str, array: Traced) -> TensorData:
-    dtype = DTYPE_NAMES.get(array.dtype, str(array.dtype).removeprefix("mlx.core."))
-    return TensorData(name=name, shape=array.shape, dtype=dtype, bytes=array.nbytes)

@@ -1,4 +1,4 @@
-"""A graph or a plan as plain data: what tables, pictures and other tools are made from. docs/graph-data.md says more.
+"""A graph, a plan or a trace as plain data: what tables, pictures and other tools are made from; docs/graph-data.md.
 
 Shapes, bytes and dispatch numbers come from the specs and from the dims of one call; nothing is run.
 """
@@ -8,17 +8,22 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import mlx.core as mx
 
-from .fuse import FusionReport
 from .graphs.graph import Graph, Node
-from .op import Op
-from .plan import Plan
-from .spec import DTYPES, QArray, Quant, Spec, parse_dims
+from .op import REGISTRY, Op
+from .plan import Plan, Traced
+from .spec import DTYPE_NAMES, DTYPES, QArray, Quant, Spec, parse_dims
+from .trace import Launched, Recording, launches
+
+if TYPE_CHECKING:
+    from .fuse import FusionReport
 
 SCHEMA = 1
 """Version of the data's form; it goes up when a field is renamed or removed."""
@@ -162,6 +167,74 @@ def describe(
     )
 
 
+def traced_graph(
+    name: str, recording: Recording, inputs: Sequence[str], outputs: Sequence[str], gpu: str = "metal"
+) -> GraphData:
+    """A recording as a graph's data, with a node for each primitive that launches something.
+
+    inputs, outputs: names for the recording's. One called NAME_next carries the state of the input NAME.
+    """
+    found, wrote = launches(recording, gpu)
+    states = {given for given in inputs if f"{given}_next" in outputs}
+    tensors = {a.id: _traced_tensor(given, a) for given, a in zip(inputs, recording.inputs, strict=True)}
+    owner = {a.id: given for given, a in zip(inputs, recording.inputs, strict=True)}
+    nodes = [NodeData(name=given, kind="input") for given in inputs]
+    edges: list[EdgeData] = []
+    seen: Counter[str] = Counter()
+    number = 1
+    for launch in found:
+        op, backend = _label(launch)
+        seen[op] += 1
+        node = op if seen[op] == 1 else f"{op} {seen[op]}"
+        weights = []
+        for place, array in enumerate(launch.inputs):
+            source = wrote[array.id]
+            if source in owner:
+                edges.append(EdgeData(
+                    source=owner[source], target=node, tensor=tensors[source].name, arg=str(place),
+                    bytes=array.nbytes, state=owner[source] in states,
+                ))  # fmt: skip
+            elif math.prod(array.shape) > 1:  # a scalar is no weight
+                weights.append(_traced_tensor(f"{node}.{place}", array))
+        for place, array in enumerate(launch.outputs):
+            owner[array.id] = node
+            tensors[array.id] = _traced_tensor(f"{node}.{place}", array)
+        nodes.append(NodeData(
+            name=node, kind="op", op=op, backend=backend, first=number, dispatches=launch.dispatches,
+            reads=launch.reads, writes=launch.writes, weights=tuple(weights),
+        ))  # fmt: skip
+        number += launch.dispatches
+    for wanted, array in zip(outputs, recording.outputs, strict=True):
+        source = wrote.get(array.id, array.id)
+        nodes.append(NodeData(name=wanted, kind="output"))
+        edges.append(EdgeData(
+            source=owner[source], target=wanted, tensor=tensors[source].name, arg=wanted, bytes=0,
+            state=wanted.removesuffix("_next") in states,
+        ))  # fmt: skip
+    return GraphData(name=name, dims={}, nodes=tuple(nodes), tensors=tuple(tensors.values()), edges=tuple(edges))
+
+
+def joined(first: GraphData, then: GraphData, seam: str = "r") -> GraphData:
+    """Two graphs as one: what ``first`` calls ``seam`` is an input of ``then``, whose other inputs are first's."""
+    (into,) = [edge for edge in first.edges if edge.target == seam]
+    sources = {seam: (into.source, into.tensor)}
+    edges = [edge for edge in first.edges if edge.target != seam]
+    for edge in then.edges:
+        source, tensor = sources.get(edge.source, (edge.source, edge.tensor))
+        edges.append(attrs.evolve(edge, source=source, tensor=tensor))
+    nodes = [node for node in first.nodes if node.name != seam]
+    nodes += [
+        attrs.evolve(node, first=node.first + first.dispatches if node.first else 0)
+        for node in then.nodes
+        if node.kind != "input"
+    ]
+    made = {tensor.name for tensor in first.tensors}
+    return GraphData(
+        name=first.name, dims=then.dims, nodes=tuple(nodes), edges=tuple(edges),
+        tensors=first.tensors + tuple(t for t in then.tensors if t.name not in made | {seam}),
+    )  # fmt: skip
+
+
 def formula(op: Op | type[Op]) -> str:
     """The first paragraph of an op's docstring, on one line."""
     return " ".join((inspect.getdoc(op if isinstance(op, type) else type(op)) or "").split("\n\n")[0].split())
@@ -219,8 +292,7 @@ def _weight(node: Node, name: str, spec: Spec, env: Mapping[str, Any], weights: 
     place = f"{node.name}.{name}"
     array = weights.get(place)
     shape = tuple(dim.partial(env) for dim in spec.dims)
-    names = {dtype: text for text, dtype in DTYPES.items()}
-    dtype = env.get(spec.dtype or "T", spec.dtype or "T") if array is None else names[array.dtype]
+    dtype = env.get(spec.dtype or "T", spec.dtype or "T") if array is None else DTYPE_NAMES[array.dtype]
     size = _bytes(shape, dtype)
     quant = env[name] if spec.kind == "qweight" else Quant(0, 0)
     elements = _elements(shape)
@@ -248,3 +320,18 @@ def _bytes(shape: Sequence[int | str], dtype: str) -> int | None:
 def _elements(shape: Sequence[int | str]) -> int | None:
     sizes = [size for size in shape if isinstance(size, int)]
     return math.prod(sizes) if len(sizes) == len(shape) else None
+
+
+def _label(launch: Launched) -> tuple[str, str]:
+    """What a launch is called, and the backend that it belongs to."""
+    if not launch.kernel:
+        return launch.name, "mlx"
+    op = re.match(r"custom_kernel_(\w+?)_[0-9a-f]{8}_", launch.kernel)
+    if op and op[1] in REGISTRY:
+        return op[1], "metal"
+    return re.sub(r"^custom_kernel_|_+(bfloat16_t|half|float)_.*$", "", launch.kernel), "mlx"
+
+
+def _traced_tensor(name: str, array: Traced) -> TensorData:
+    dtype = DTYPE_NAMES.get(array.dtype, str(array.dtype).removeprefix("mlx.core."))
+    return TensorData(name=name, shape=array.shape, dtype=dtype, bytes=array.nbytes)

@@ -14,7 +14,8 @@ import mlx_lm
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from .models import MODEL_TYPES, decoder_layers, empty
+from .hollow import empty
+from .models import MODEL_TYPES, decoder_layers
 
 
 class CheckpointError(ValueError):

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from . import backends as backend_table
-from . import devices, draw, load, models
+from . import devices, draw, hollow, load
 from .committed import count_step
 from .configs import CONFIGS
 from .count import ModelCount, count_model, counts_data, part_graph
@@ -68,7 +68,7 @@ class Request:
         """The model, without weights."""
         if self.model is not None:
             return load.hollow(load.locate(self.model))
-        return models.hollow_model(CONFIGS[self.config or DEFAULT], bits=self.bits or 8, group=64, dtype=mx.bfloat16)
+        return hollow.model_of(CONFIGS[self.config or DEFAULT], bits=self.bits or 8, group=64, dtype=mx.bfloat16)
 
     @cached_property
     def count(self) -> ModelCount:
@@ -124,7 +124,7 @@ class Request:
         config = {**config, "num_hidden_layers": config["full_attention_interval"]}
         bits = self.bits or 8
         counted = count_step(config, bits=bits, rows=self.rows, keys=self.keys, backends=self.backends, moe=self.moe)
-        net = models.hollow_model(config, bits=bits, group=64, dtype=mx.bfloat16)
+        net = hollow.model_of(config, bits=bits, group=64, dtype=mx.bfloat16)
         traced = count_model(net, "", rows=self.rows, keys=self.keys, backends=self.backends, moe=self.moe, gpu="cuda")
         text = ", ".join(
             f"{f'mode {mode}' if mode else 'vanilla'} {count} ({traced.dispatches(mode)} by the trace)"

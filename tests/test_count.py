@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import make_prompt_cache
 
-from qfuse import committed, count, devices, models
+from qfuse import committed, count, devices, hollow, models
 from qfuse.configs import CONFIGS
 from qfuse.trace import _reshape_strides, gpu_shaped, launches, record
 
@@ -21,7 +21,7 @@ NAME = "qwen3.5-35b-a3b"
 
 
 def full(bits=8, config=NAME):
-    return models.hollow_model(CONFIGS[config], bits=bits, group=64, dtype=mx.bfloat16)
+    return hollow.model_of(CONFIGS[config], bits=bits, group=64, dtype=mx.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_the_layers_and_what_is_around_them_are_the_whole_model():
     model = full(config="tiny")
     found = count.count_model(model, "tiny", keys=5)
     states = [models.step_state(layer, 1, 5, mx.bfloat16) for layer in model.layers]
-    arrays = [array for state in states for array in state.values()]
+    arrays = [hollow.zeros(*form) for state in states for form in state.values()]
 
     def step(tokens, *arrays):
         pairs = [dict(zip(state, arrays[2 * i : 2 * i + 2], strict=True)) for i, state in enumerate(states)]
@@ -121,7 +121,7 @@ def test_the_layers_and_what_is_around_them_are_the_whole_model():
         return [model(tokens, cache=caches), *[array for cache in caches for array in models.cache_state(cache)]]
 
     with gpu_shaped():
-        recording = record(step, models.hollow((1, 1), mx.int32), *arrays)
+        recording = record(step, hollow.zeros((1, 1), mx.int32), *arrays)
     whole, _ = launches(recording)
     assert sum(launch.dispatches for launch in whole) == found.dispatches(0)
     assert sum(launch.reads + launch.writes for launch in whole) == found.bytes(0)
@@ -280,7 +280,7 @@ def test_committed_graphs_need_a_cuda_gpu():
 
 def test_an_h200_launched_what_is_traced():
     block = {**CONFIGS[NAME], "num_hidden_layers": 4}
-    model = models.hollow_model(block, bits=8, group=64, dtype=mx.bfloat16)
+    model = hollow.model_of(block, bits=8, group=64, dtype=mx.bfloat16)
     traced = count.count_model(model, NAME, keys=4, gpu="cuda")
     assert traced.dispatches(2) == devices.COMMITTED[2]
     for mode in (0, 1):  # cuBLAS has one more: a batched product that MLX first makes a table of pointers for
