@@ -72,10 +72,10 @@ def _count(request: Mapping[str, Any], prefix: Path) -> dict[int, int]:
 def _step(model: nn.Module, rows: int, keys: int, prefix: Path) -> int:
     """Kernels of the second of two steps; the first leaves caches that nothing else holds, as in a decode loop."""
     tokens = mx.zeros((rows, 1), mx.int32)
-    layers, dtype = models.decoder_layers(model), models.activations(model)
     caches = []
-    for layer in layers:
-        state = {name: mx.zeros(*form) for name, form in models.step_state(layer, rows, keys + 1, dtype).items()}
+    for layer in models.decoder_layers(model):
+        forms = models.step_state(layer, rows, keys + 1, models.form(layer)[2])
+        state = {name: mx.zeros(*form) for name, form in forms.items()}
         caches.append(models.step_cache(layer, state, keys))
     written: set[Path] = set()
     for _ in range(2):

@@ -119,7 +119,7 @@ def count_model(
         name=name,
         rows=rows,
         keys=keys,
-        dtype=DTYPE_NAMES[models.activations(model)],
+        dtype=DTYPE_NAMES[models.form(layers[0])[2]],
         backends=step.backends,
         layers=tuple(_count_layer(layers[same[0]], same, step, modes) for same in groups.values()),
         before=step.counted("embedding", embed, ["tokens"], ["x"]),
@@ -145,10 +145,10 @@ class _Step:
 
 def _count_layer(layer: nn.Module, same: Sequence[int], step: _Step, modes: Sequence[int]) -> LayerCount:
     """One of the layers numbered ``same``, which are alike."""
-    kind, weight = ("gdn" if layer.is_linear else "gqa"), layer.input_layernorm.weight
-    state = models.step_state(layer, step.rows, step.keys, weight.dtype)
+    kind, H, dtype = models.form(layer)
+    state = models.step_state(layer, step.rows, step.keys, dtype)
     names = ["x", *state], ["out", *(f"{name}_next" for name in state)]
-    given = [hollow.zeros((step.rows, 1, weight.size), weight.dtype), *(hollow.zeros(*form) for form in state.values())]
+    given = [hollow.zeros((step.rows, 1, H), dtype), *(hollow.zeros(*form) for form in state.values())]
 
     def trace(call: Callable[..., Any]) -> Recording:
         def function(x: mx.array, *arrays: mx.array) -> list[mx.array]:
@@ -163,7 +163,7 @@ def _count_layer(layer: nn.Module, same: Sequence[int], step: _Step, modes: Sequ
     for mode in sorted({*modes} - {0}):
         try:
             adapter = _adapter(layer)
-            plan = _plan(adapter, kind if mode == 2 else "", weight.dtype, step)
+            plan = _plan(adapter, kind if mode == 2 else "", dtype, step)
         except (RefusedError, SpecError) as error:
             counts[mode], reason = vanilla, str(error)
             continue
@@ -202,9 +202,9 @@ def part_graph(
     Raises RefusedError where that layer is refused.
     """
     layers = models.decoder_layers(model)
-    layer = next(layer for layer in layers if part not in ("gdn", "gqa") or layer.is_linear == (part == "gdn"))
+    layer = next(layer for layer in layers if part not in ("gdn", "gqa") or models.form(layer)[0] == part)
     adapter = _adapter(layer)
-    dims = {**adapter.dims, "T": DTYPE_NAMES[models.activations(model)]}
+    dims = {**adapter.dims, "T": DTYPE_NAMES[models.form(layers[0])[2]]}
     plan = build(getattr(graphs, part)(dims), adapter.weights, backends)
     step = _Step(rows=rows, keys=keys, backends=tuple(backends), moe=part, gpu="metal")
     return describe(plan, _call(layer, step), adapter.weights)
@@ -240,9 +240,9 @@ def counts_data(count: ModelCount) -> dict[str, Any]:
 
 def _call(layer: nn.Module, step: _Step) -> dict[str, Any]:
     """The dims of one step: rows, keys, allocated keys, and dtypes of activations and conv state."""
-    dtype = layer.input_layernorm.weight.dtype
+    kind, _, dtype = models.form(layer)
     dims = {"B": step.rows, "N": step.keys, "T": DTYPE_NAMES[dtype], "S": DTYPE_NAMES[dtype]}
-    if not layer.is_linear:
+    if kind == "gqa":
         dims["A"] = models.step_state(layer, step.rows, step.keys, dtype)["keys"][0][2]
     return dims
 
@@ -250,7 +250,7 @@ def _call(layer: nn.Module, step: _Step) -> dict[str, Any]:
 def _adapter(layer: nn.Module) -> Adapter:
     """A layer's adapter, with the folded router's weights hollow."""
     adapter = models.adapt(layer, fold_router=False)
-    d, dtype = adapter.dims, layer.input_layernorm.weight.dtype
+    d, (_, _, dtype) = adapter.dims, models.form(layer)
     folded = {"M1": hollow.zeros((d["E"], d["Ka"]), dtype), "Wf": hollow.zeros((d["E"], d["H"]), dtype)}
     mx.eval(folded)
     weights = {**adapter.weights, **{f"o_proj_router.{name}": array for name, array in folded.items()}}

@@ -223,9 +223,10 @@ def cache_state(cache: Any) -> list[mx.array]:
     return [cache[0], cache[1]] if isinstance(cache, caches.ArraysCache) else [cache.keys, cache.values]
 
 
-def activations(model: nn.Module) -> mx.Dtype:
-    """The dtype that a model computes in."""
-    return decoder_layers(model)[0].input_layernorm.weight.dtype
+def form(layer: nn.Module) -> tuple[str, int, mx.Dtype]:
+    """A decoder layer's kind, gdn or gqa, its hidden size, and the dtype that it computes in."""
+    weight = layer.input_layernorm.weight
+    return "gdn" if layer.is_linear else "gqa", weight.size, weight.dtype
 
 
 def before_layers(model: nn.Module, tokens: mx.array) -> mx.array:
