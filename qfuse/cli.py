@@ -196,7 +196,7 @@ def graph(
             raise click.UsageError(f"[format] wants one of {', '.join(FORMATS)}, got {output}")
     request = Request(
         part=part, mode=mode, config=config, model=model, bits=int(bits) if bits else None, rows=rows, keys=keys,
-        backends=backends or ("metal",), moe=moe, device=device, committed=committed,
+        backends=backends or ("cuda" if committed else "metal",), moe=moe, device=device, committed=committed,
     )  # fmt: skip
     made = request.table(OUT.width if output is None else 120) if form == "table" else request.render(form)
     if output is not None:

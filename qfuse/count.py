@@ -203,8 +203,11 @@ def part_graph(
     """
     layers = models.decoder_layers(model)
     layer = next(layer for layer in layers if part not in ("gdn", "gqa") or models.form(layer)[0] == part)
-    adapter = _adapter(layer)
-    dims = {**adapter.dims, "T": DTYPE_NAMES[models.form(layers[0])[2]]}
+    try:
+        adapter = _adapter(layer)
+    except RefusedError as error:
+        raise RefusedError(f"[{part}] wants a layer it can fuse, got one refused: {error}") from error
+    dims = {**adapter.dims, "T": DTYPE_NAMES[models.form(layer)[2]]}
     plan = build(getattr(graphs, part)(dims), adapter.weights, backends)
     step = _Step(rows=rows, keys=keys, backends=tuple(backends), moe=part, gpu="metal")
     return describe(plan, _call(layer, step), adapter.weights)

@@ -51,12 +51,12 @@ class Request:
             raise ValueError(f"[config] wants one of {', '.join(CONFIGS)}, got {self.config}")
         if (self.mode < 2 and self.part == "moe") or (self.mode == 1 and self.part in ("gdn", "gqa")):
             raise ValueError(f"[graph] wants layer or model in mode {self.mode}, got {self.part}: it has no such graph")
+        if self.committed and self.model is not None:
+            raise ValueError(f"[committed] wants a config, got the model {self.model}")
         for name in self.backends:
             backend_table.find(name)
         if self.device is not None:
             devices.find(self.device)
-        if self.committed and self.model is not None:
-            raise ValueError(f"[committed] wants a config, got the model {self.model}")
 
     @property
     def name(self) -> str:
@@ -78,16 +78,15 @@ class Request:
             self.net, self.name, rows=self.rows, keys=self.keys, backends=self.backends, moe=self.moe, gpu=gpu
         )
 
-    def graphs(self, mode: int | None = None) -> list[GraphData]:
-        """The graphs asked for, in ``mode`` or the request's own."""
-        mode = self.mode if mode is None else mode
+    def graphs(self) -> list[GraphData]:
+        """The graphs asked for."""
         if self.part == "model":
-            return [self.count.graph(mode)]
+            return [self.count.graph(self.mode)]
         if self.part == "moe":
             return [part_graph(self.net, self.moe, rows=self.rows, keys=self.keys, backends=self.backends)]
         kinds = ("gdn", "gqa") if self.part == "layer" else (self.part,)
-        if self.part == "layer" or mode == 0:
-            return [layer.modes[mode].graph for layer in self.count.layers if layer.kind in kinds]
+        if self.part == "layer" or self.mode == 0:
+            return [layer.modes[self.mode].graph for layer in self.count.layers if layer.kind in kinds]
         return [part_graph(self.net, self.part, rows=self.rows, keys=self.keys, backends=self.backends)]
 
     def table(self, width: int = 120) -> bytes:
@@ -145,6 +144,8 @@ class Request:
         """Vanilla beside the mode, whole layers or the whole model."""
         if self.part == "moe":
             raise ValueError("[graph] wants gdn, gqa, layer or model for html, got moe: vanilla has no such part")
+        if self.mode == 0:
+            raise ValueError("[graph] wants mode 1 or 2 beside vanilla in html, got 0")
         kinds = [layer for layer in self.count.layers if self.part in ("layer", layer.kind)]
         sides = [
             [self.count.graph(mode)] if self.part == "model" else [layer.modes[mode].graph for layer in kinds]

@@ -154,6 +154,9 @@ def test_a_refused_layer_is_vanilla_with_the_reason():
     assert refused.layers == (1,)
     assert refused.reason.endswith("ws_up has a bias")
     assert refused.modes[2] is refused.modes[0]
+    model.layers[0].mlp.shared_expert.up_proj.bias = mx.zeros((128,))
+    with pytest.raises(models.RefusedError, match=r"^\[moe_4\] wants a layer it can fuse, got one refused: .* a bias$"):
+        count.part_graph(model, "moe_4")
     assert [node.name for node in found.graph(2).ops if node.refusals] == ["gdn layer from 1 on"]
     assert found.dispatches(2) == 2 * 9 + refused.modes[0].traced + 11 + 6
 

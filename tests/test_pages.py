@@ -63,7 +63,7 @@ def dense_mlp(monkeypatch):
         REGISTRY.pop(name, None)
 
 
-@pytest.mark.parametrize(("page", "block"), examples())
+@pytest.mark.parametrize(("page", "block"), list(examples()))
 def test_examples_run(page, block, dense_mlp, checkpoint, capsys):
     block = block.replace("path/to/qwen3.5-moe", str(checkpoint))
     exec(compile(block, page, "exec"), {})
