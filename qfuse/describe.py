@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from .graphs.graph import Graph, Node
 from .op import REGISTRY, Op
-from .plan import Plan, Traced
+from .plan import Plan, Primitive, Traced
 from .spec import DTYPE_NAMES, DTYPES, QArray, Quant, Spec, parse_dims
 from .trace import Launched, Recording, launches
 
@@ -156,8 +156,9 @@ def describe(
     for name, source in outputs.items():
         state = name.endswith("_next") and name.removesuffix("_next") in states
         made = tensors[source].name
-        nodes.append(NodeData(name=name, kind="output"))
-        edges.append(EdgeData(source=source[0], target=name, tensor=made, arg=name, bytes=0, state=state))
+        shown = name if name not in {node.name for node in nodes} else f"output {name}"
+        nodes.append(NodeData(name=shown, kind="output"))
+        edges.append(EdgeData(source=source[0], target=shown, tensor=made, arg=name, bytes=0, state=state))
     return GraphData(
         name=graph.name,
         dims=dict(dims),
@@ -243,6 +244,27 @@ def formula(op: Op | type[Op]) -> str:
 def report_data(report: FusionReport) -> dict[str, Any]:
     """A FusionReport as plain data, for other tools."""
     return {"schema": SCHEMA, **attrs.asdict(report)}
+
+
+def trace_data(primitives: Iterable[Primitive]) -> list[dict[str, Any]]:
+    """What :meth:`qfuse.Plan.trace` gives, as plain data: names, arrays, and for kernels the text and the grid."""
+
+    def arrays(found: Iterable[Traced]) -> list[dict[str, Any]]:
+        return [attrs.asdict(_traced_tensor(array.id, array)) for array in found]
+
+    return [
+        {
+            "name": primitive.name,
+            "kernel": primitive.kernel,
+            "source": primitive.source,
+            "grid": primitive.grid,
+            "threadgroup": primitive.threadgroup,
+            "view": primitive.is_view,
+            "inputs": arrays(primitive.inputs),
+            "outputs": arrays(primitive.outputs),
+        }
+        for primitive in primitives
+    ]
 
 
 def to_json(graphs: Sequence[GraphData], **more: Any) -> str:

@@ -9,9 +9,10 @@ import pytest
 from conftest import inputs, make_model
 from mlx_lm.models.cache import KVCache
 
-from qfuse import In, Op, Out, QArray, SpecError, Weight, build, graphs, models, op
-from qfuse.describe import describe, report_data, to_json
+from qfuse import Graph, In, Op, Out, QArray, SpecError, Weight, build, graphs, models, op
+from qfuse.describe import describe, report_data, to_json, trace_data
 from qfuse.fuse import fuse
+from qfuse.ops import RMSNorm
 from qfuse.spec import DTYPE_NAMES
 
 SCHEMA = json.loads((Path(__file__).parent.parent / "docs" / "graph.schema.json").read_text("utf-8"))
@@ -129,6 +130,27 @@ def test_a_fusions_report_is_plain_data(model):
         data = json.loads(json.dumps(report_data(fused.report())))
     assert [layer["dispatches"] for layer in data["layers"]] == [9, 9, 9, 11]
     assert data["layers"][3]["kind"] == "gqa"
+
+
+def test_a_trace_is_plain_data(model):
+    adapter = models.adapt(model.layers[0], fold_router=True)
+    plan = build(graphs.moe_4({**adapter.dims, "T": "bf16"}), adapter.weights, ("metal",))
+    x = inputs(1, 1, 1, dtype=mx.bfloat16)[0]
+    data = json.loads(json.dumps(trace_data(plan.trace(x, x))))
+    kernels = [primitive for primitive in data if primitive["kernel"]]
+    assert [len(primitive["outputs"]) for primitive in kernels] == [4, 5, 2, 1]
+    assert kernels[3]["outputs"][0]["shape"] == [1, 256]
+    assert "kernel" in kernels[0]["source"]
+    assert len(kernels[0]["grid"]) == 3
+
+
+def test_an_output_may_have_a_nodes_name():
+    g = Graph("same")
+    x = g.input("x", "B, 64")
+    g.output(x=x, rms_norm=RMSNorm(H=64)(x=x))
+    found = describe(g, {"B": 1, "T": "f32"})
+    assert [node.name for node in found.nodes] == ["x", "rms_norm", "output x", "output rms_norm"]
+    assert [edge.target for edge in found.edges] == ["rms_norm", "output x", "output rms_norm"]
 
 
 def test_touched_names_tensors_of_the_op():
