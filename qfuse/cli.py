@@ -189,6 +189,63 @@ def check(
         raise click.exceptions.Exit(1)
 
 
+FORMATS = ("table", "mermaid", "dot", "svg", "png", "html", "json")
+
+
+@cli.command()
+@click.argument("part", type=click.Choice(["gdn", "gqa", "moe", "layer", "model"]), default="layer")
+@click.option(
+    "--mode", type=click.IntRange(0, 2), default=2, show_default=True, help="0 vanilla, 1 the MoE, 2 whole layers."
+)
+@click.option("--config", metavar="NAME", help="A published config, no weights. Default qwen3.5-35b-a3b.")
+@click.option("--model", metavar="PATH", help="A checkpoint folder instead; its weights are not read.")
+@click.option("--bits", type=click.Choice(["2", "3", "4", "5", "6", "8"]), help="Of a --config. Default 8.")
+@click.option("--rows", type=click.IntRange(1, 8), default=1, show_default=True, help="Sequences decoded together.")
+@click.option("--keys", type=click.IntRange(min=1), default=1024, show_default=True, help="Keys in the kv caches.")
+@click.option("--backend", "backends", multiple=True, metavar="NAME", help="In order of preference; default metal.")
+@click.option("--moe", type=click.Choice(["moe_4", "moe_5"]), default="moe_4", show_default=True)
+@click.option("--device", metavar="NAME", help="Estimate a token's time there, such as m3-ultra or h200.")
+@click.option("--committed", is_flag=True, help="On a CUDA GPU: run a few layers and count the kernels launched.")
+@click.option("--format", "form", type=click.Choice(FORMATS), help="Default: by the ending of FILE, or a table.")
+@click.option("-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
+def graph(
+    part: str,
+    mode: int,
+    config: str | None,
+    model: str | None,
+    bits: str | None,
+    rows: int,
+    keys: int,
+    backends: tuple[str, ...],
+    moe: str,
+    device: str | None,
+    committed: bool,
+    form: str | None,
+    output: Path | None,
+) -> None:
+    """Show what a decode step runs, as a table or a picture: nodes, dispatches, bytes. Nothing is run."""
+    from .picture import Request
+
+    if output is not None and not output.absolute().parent.is_dir():
+        raise click.UsageError(f"[output] wants a file in a folder that exists, got {output}")
+    if form is None:
+        form = "table" if output is None else {"mmd": "mermaid"}.get(output.suffix[1:], output.suffix[1:])
+        if form not in FORMATS:
+            raise click.UsageError(f"[format] wants one of {', '.join(FORMATS)}, got {output}")
+    request = Request(
+        part=part, mode=mode, config=config, model=model, bits=int(bits) if bits else None, rows=rows, keys=keys,
+        backends=backends or ("cuda" if committed else "metal",), moe=moe, device=device, committed=committed,
+    )  # fmt: skip
+    made = request.table(OUT.width if output is None else 120) if form == "table" else request.render(form)
+    if output is not None:
+        output.write_bytes(made)
+        ERR.print(f"wrote {output}: {len(made) / 1e3:.1f} kB", markup=False, soft_wrap=True)
+    elif form == "png" and sys.stdout.isatty():
+        raise click.UsageError("[output] wants a file for png, got a terminal")
+    else:
+        click.echo(made, nl=False)
+
+
 @cli.command()
 @click.option("--config", type=click.Choice(list(CONFIGS)), help="A model's config, built with random weights.")
 @click.option("--model", metavar="PATH", help="A checkpoint folder in place of a config.")

@@ -9,7 +9,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as caches
-from mlx_lm.models import qwen3_5, qwen3_5_moe, qwen3_next
+from mlx_lm.models import gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 from .plan import Plan
@@ -188,6 +188,68 @@ def refuses_shape(layer: nn.Module, x: mx.array) -> str | None:
     if layer.training:
         return "the model is in training mode; call model.eval()"
     return None
+
+
+def upstream_kernels() -> list[tuple[Any, str, Any]]:
+    """mlx-lm's own decode kernels as (module, name, kernel): it makes them at import, and only where Metal is.
+
+    Call it while mx.metal.is_available says so.
+    """
+    make, place = gated_delta._make_gated_delta_kernel, gated_delta
+    return [
+        (place, "_gated_delta_kernel", make(has_mask=False)),
+        (place, "_gated_delta_kernel_masked", make(has_mask=True)),
+        (place, "_gated_delta_kernel_packed", gated_delta._make_gated_delta_packed_kernel()),
+    ]
+
+
+def step_state(layer: nn.Module, rows: int, keys: int, dtype: mx.Dtype) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:
+    """Shapes and dtypes of what a layer's cache holds at a decode step, by name.
+
+    GDN: conv_state, state. GQA: keys, values, allocated in the cache's own steps for ``keys`` keys.
+    """
+    if layer.is_linear:
+        m = layer.linear_attn
+        conv = (rows, m.conv_kernel_size - 1, m.conv_dim)
+        state = (rows, m.num_v_heads, m.head_v_dim, m.head_k_dim)
+        return {"conv_state": (conv, dtype), "state": (state, mx.float32)}
+    m, step = layer.self_attn, caches.KVCache.step
+    shape = (rows, m.num_key_value_heads, -(-keys // step) * step, m.head_dim)
+    return {"keys": (shape, dtype), "values": (shape, dtype)}
+
+
+def step_cache(layer: nn.Module, state: Mapping[str, mx.array], keys: int) -> Any:
+    """A cache that holds ``state``, with room for the last of ``keys`` keys."""
+    if layer.is_linear:
+        cache = caches.ArraysCache(2)
+        cache[0], cache[1] = state["conv_state"], state["state"]
+        return cache
+    cache = caches.KVCache()
+    cache.keys, cache.values, cache.offset = state["keys"], state["values"], keys - 1
+    return cache
+
+
+def cache_state(cache: Any) -> list[mx.array]:
+    """The arrays that a cache holds, in the order of :func:`step_state`."""
+    return [cache[0], cache[1]] if isinstance(cache, caches.ArraysCache) else [cache.keys, cache.values]
+
+
+def form(layer: nn.Module) -> tuple[str, int, mx.Dtype]:
+    """A decoder layer's kind, gdn or gqa, its hidden size, and the dtype that it computes in."""
+    weight = layer.input_layernorm.weight
+    return "gdn" if layer.is_linear else "gqa", weight.size, weight.dtype
+
+
+def before_layers(model: nn.Module, tokens: mx.array) -> mx.array:
+    """A model's embedding: tokens [B, 1] → [B, 1, H]."""
+    return getattr(model, "language_model", model).model.embed_tokens(tokens)
+
+
+def after_layers(model: nn.Module, h: mx.array) -> mx.array:
+    """A model's final norm and output layer: h [B, 1, H] → logits [B, 1, V]."""
+    text = getattr(model, "language_model", model)
+    h = text.model.norm(h)
+    return text.model.embed_tokens.as_linear(h) if text.args.tie_word_embeddings else text.lm_head(h)
 
 
 def _wants_cache(cache: Any, cls: type, but: type | None = None) -> None:

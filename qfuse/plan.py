@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import mlx.core as mx
@@ -34,11 +35,24 @@ class Step:
     refusals: Mapping[str, str]
 
 
+class Traced(NamedTuple):
+    """An array of a trace; ``id`` tells it from the others."""
+
+    id: str
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.size
+
+
 @attrs.frozen
 class Primitive:
     """One primitive that MLX records while a plan is traced.
 
     name: MLX's name. kernel: the kernel's name for a CustomKernel. source: its full generated text.
+    arguments: its state, as MLX gives it.
     """
 
     name: str
@@ -46,6 +60,9 @@ class Primitive:
     source: str = attrs.field(default="", repr=False)
     grid: tuple[int, int, int] | None = None
     threadgroup: tuple[int, int, int] | None = None
+    inputs: tuple[Traced, ...] = ()
+    outputs: tuple[Traced, ...] = ()
+    arguments: tuple[Any, ...] = attrs.field(default=(), repr=False)
 
     @property
     def is_view(self) -> bool:
@@ -206,8 +223,9 @@ def build(
 
 
 def _primitive(event: Mapping[str, Any]) -> Primitive:
-    name = event["name"]
+    name, arguments = event["name"], tuple(event["arguments"])
+    inputs, outputs = (tuple(Traced(*array) for array in event[key]) for key in ("inputs", "outputs"))
     if name != "CustomKernel":
-        return Primitive(name)
-    kernel, source, *sizes = event["arguments"][:8]
-    return Primitive(name, kernel, source, tuple(sizes[:3]), tuple(sizes[3:]))
+        return Primitive(name, inputs=inputs, outputs=outputs, arguments=arguments)
+    kernel, source, *sizes = arguments[:8]
+    return Primitive(name, kernel, source, tuple(sizes[:3]), tuple(sizes[3:]), inputs, outputs, arguments)

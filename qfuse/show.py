@@ -14,6 +14,9 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from .check import Check
+    from .count import Count, ModelCount
+    from .describe import GraphData
+    from .devices import Device
     from .fuse import FusionReport, LayerReport
     from .generate import Comparison
 
@@ -162,4 +165,55 @@ def _right(*columns: str, title: str) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    return table
+
+
+def nodes_table(graph: GraphData) -> Table:
+    """One row a node: its dispatch numbers, what runs it, its bytes, and why a backend was passed over."""
+    from .draw import numbers, size, summary
+
+    table = Table(title=f"{graph.name}: {summary(graph)}", title_justify="left")
+    for name, justify in (("", "right"), ("node", "left"), ("run by", "left"), ("reads", "right"), ("writes", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for node in graph.ops:
+        why = "".join(f"; {backend} refused: {reason}" for backend, reason in node.refusals.items())
+        sides = ["" if side is None else size(side) for side in (node.reads, node.writes)]
+        style = "red" if node.refusals else None
+        table.add_row(numbers(node), escape(node.name), escape(f"{node.backend}{why}"), *sides, style=style)
+    return table
+
+
+def counts_table(count: ModelCount, device: Device | None = None) -> Table:
+    """Dispatches and bytes of one token, vanilla beside the modes; with a device, an estimate of the time."""
+    modes = sorted(count.layers[0].modes)
+    title = f"{count.name}, one token: {count.rows} rows, {count.keys} keys, {count.dtype}"
+    table = Table(title=title.replace(" 1 rows", " 1 row"), title_justify="left")
+    table.add_column("", no_wrap=True)
+    for mode in modes:
+        label = f"mode {mode}" if mode else "vanilla"
+        for what in ("declared", "traced", "MB") if mode else ("traced", "MB"):
+            table.add_column(f"{label}\n{what}", justify="right")
+
+    def cells(part: Count, mode: int, times: int = 1) -> list[str]:
+        declared = part.traced if part.declared is None else part.declared
+        counts = [declared, part.traced] if mode else [part.traced]
+        shown = ["-" if value is None else str(times * value) for value in counts]
+        return [*shown, "-" if part.bytes is None else f"{times * part.bytes / 1e6:.1f}"]
+
+    for layer in count.layers:
+        row = [cell for mode in modes for cell in cells(layer.modes[mode], mode)]
+        table.add_row(f"{layer.kind} layer × {len(layer.layers)}", *row)
+    for name, part in (("embedding", count.before), ("norm and output", count.after)):
+        table.add_row(name, *[cell for mode in modes for cell in cells(part, mode)], end_section=part is count.after)
+    whole: list[str] = []
+    times: list[str] = []
+    for mode in modes:
+        traced, size = count.dispatches(mode), count.bytes(mode)
+        whole += [str(count.dispatches(mode, declared=True)), str(traced)] if mode else [str(traced)]
+        whole.append("-" if size is None else f"{size / 1e6:.1f}")
+        estimate = "-" if device is None or size is None else f"{1e3 * device.seconds(traced, size):.1f} ms"
+        times += ["", "", estimate] if mode else ["", estimate]
+    table.add_row("token", *whole, style="bold")
+    if device is not None:
+        table.add_row("estimate", *times)
     return table

@@ -22,6 +22,8 @@ from ..spec import DTYPES, QArray, Quant, Spec, parse
 from . import Weights
 
 METAL_TYPES = {"f32": "float", "bf16": "bfloat16_t", "f16": "half", "i32": "int", "u32": "uint", "bool": "bool"}
+SHARED = Path(__file__).parent.parent / "ops"
+"""Where an include is looked for that is not beside its text: the device code that ops from elsewhere may use."""
 SIMD = 32
 MAX_THREADS = 512
 MAX_LAUNCHES = 256
@@ -109,7 +111,8 @@ def _load(path: Path, lines: bool) -> tuple[str, str]:
             include = re.fullmatch(r'#include "(.+)"', line)
             if include and include[1] not in headers:
                 headers[include[1]] = ""
-                text = read(file.with_name(include[1]))
+                beside = file.with_name(include[1])
+                text = read(beside if beside.is_file() else SHARED / include[1])
                 del headers[include[1]]  # after what it includes itself
                 headers[include[1]] = f'#line 1 "{include[1]}"\n{text}' if lines else text
             kept.append("" if include else line)

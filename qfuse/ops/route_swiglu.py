@@ -23,6 +23,7 @@ class GateUp:
     ws_gate: Quant = QWeight("Is, H")
     ws_up: Quant = QWeight("Is, H")
 
+    touched: ClassVar[dict[str, str]] = {"w_gate": "B*k, I, H", "w_up": "B*k, I, H"}
     kernel_needs: ClassVar[tuple[str, ...]] = (
         "w_gate.bits in (4, 8)",
         "w_up.bits in (4, 8)",
