@@ -11,7 +11,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import backends, graphs, models
+from . import backends, models
 from .backends.sim import Finding, SimulationError
 from .compare import Arguments, Closeness, MismatchError, compare, sample
 from .graphs import Graph, Node
@@ -104,6 +104,7 @@ def layer_ops(
         except RefusedError as error:
             refused.append(Check(op="", layers=str(index), skipped=str(error)))
             continue
+        refused += [Check(op="", layers=str(index), skipped=f"the {part}: {why}") for part, why in adapter.left.items()]
         kind = dtype or _own_dtype(adapter)
         for node in _graph(adapter, kind).nodes():
             weights = _weights(adapter, node)
@@ -135,6 +136,8 @@ def walk_layer(
     that an error is the node's own, and small ones do not add up to another choice of experts.
     """
     adapter = _adapt(model, index)
+    if adapter.part == "moe":
+        raise RefusedError(f"[layers.{index}] wants a mixer it can fuse, got one refused: {adapter.left['mixer']}")
     kind = dtype or _own_dtype(adapter)
     x = mx.random.normal((ROWS, PREFILL + 1, adapter.dims["H"]), key=mx.random.key(0)).astype(DTYPES[kind])
     cache = models.prefilled(model, index, x[:, :-1])
@@ -199,7 +202,7 @@ def _adapt(model: nn.Module, index: int, *, fold: bool = True) -> Adapter:
 
 
 def _graph(adapter: Adapter, dtype: str) -> Graph:
-    return graphs.layer(adapter.kind, {**adapter.dims, "T": dtype})
+    return adapter.graph(dtype)
 
 
 def _weights(adapter: Adapter, node: Node) -> dict[str, Any]:

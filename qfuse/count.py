@@ -253,6 +253,10 @@ def _call(layer: nn.Module, step: _Step) -> dict[str, Any]:
 def _adapter(layer: nn.Module) -> Adapter:
     """A layer's adapter, with the folded router's weights hollow."""
     adapter = models.adapt(layer, fold_router=False)
+    if adapter.part != "layer":  # what upstream runs between the nodes of a part is not counted
+        raise RefusedError(
+            f"only its {adapter.part} is fused: {'; '.join(adapter.left.values()) or 'the MLP is dense'}"
+        )
     d, (_, _, dtype) = adapter.dims, models.form(layer)
     folded = {"M1": hollow.zeros((d["E"], d["Ka"]), dtype), "Wf": hollow.zeros((d["E"], d["H"]), dtype)}
     mx.eval(folded)
@@ -261,9 +265,8 @@ def _adapter(layer: nn.Module) -> Adapter:
 
 
 def _plan(adapter: Adapter, kind: str, dtype: mx.Dtype, step: _Step) -> Plan:
-    """The plan of a whole layer of ``kind``, or of the MoE alone."""
-    dims = {**adapter.dims, "T": DTYPE_NAMES[dtype]}
-    graph = graphs.layer(kind, dims, moe=step.moe) if kind else graphs.moe_only(dims)
+    """The plan of what is fused of a layer of ``kind``, or of the MoE alone."""
+    graph = adapter.graph(DTYPE_NAMES[dtype], moe=step.moe, part="" if kind else "moe")
     return build(graph, adapter.weights, step.backends)
 
 

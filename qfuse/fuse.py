@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache, partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
 from . import backends as backend_table
-from . import graphs, models
-from .graphs import Graph
+from . import models
 from .models import PREFILL, Adapter, RefusedError
 from .plan import Plan, build
 from .probe import Probe
@@ -25,71 +24,77 @@ MOE_GRAPHS = ("moe_4", "moe_5")
 
 
 class FusedLayer:
-    """One layer's adapter and the plans made for it so far, by dtype of the activations and presence of a mask.
+    """One layer's adapter and the plans made for it so far, by part, dtype of the activations and presence of a mask.
 
-    calls: how many calls were fused, under ``"fused"``, and how many upstream ran, under the reason.
+    calls: how many calls were fused, under ``"fused"`` and ``"MoE alone: reason"``, and how many upstream ran, under
+    the reason.
     """
 
     def __init__(self, adapter: Adapter, fusion: Fusion) -> None:
         self.adapter = adapter
         self.fusion = fusion
         self.calls: Counter[str] = Counter()
-        self._plans: dict[tuple[mx.Dtype, bool], Plan] = {}
+        self._plans: dict[tuple[str, mx.Dtype, bool], Plan] = {}
 
     def __call__(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
         """The layer's output, or None where upstream has to run it. Raises RefusedError in strict mode."""
-        reason = self.refuses(layer, x, mask, cache)
+        part, adapter = self.adapter.part, self.adapter
+        reason = self.refuses(layer, x)
         if reason is not None:
-            self.calls[reason] += 1
-            if self.fusion.strict and reason != PREFILL:
-                raise RefusedError(f"[{self.adapter.kind} layer] wants a call it can fuse, got one refused: {reason}")
+            self._refuse(reason)
             return None
-        self.calls["fused"] += 1
-        if self.fusion.mode == 2:
-            return self.adapter.decode(self.plan(x.dtype, mask is not None), x, mask, cache)
-        r = self.adapter.mix(layer, x, mask, cache)
-        B, _, H = x.shape
-        (out,) = self.plan(x.dtype).run(r.reshape(B, H), x.reshape(B, H))
-        return out.reshape(B, 1, H)
+        if part != "moe" and (reason := adapter.refuses(x, mask, cache)) is not None:
+            if part == "mixer" or self.fusion.strict:
+                self._refuse(reason)
+                return None
+            part = "moe"
+        self.calls["fused" if reason is None else f"MoE alone: {reason}"] += 1
+        if part == "moe":
+            r = adapter.mix(layer, x, mask, cache)
+            B, _, H = x.shape
+            (out,) = self.plan(x.dtype, part=part).run(r.reshape(B, H), x.reshape(B, H))
+            return out.reshape(B, 1, H)
+        out = adapter.decode(self.plan(x.dtype, mask is not None), x, mask, cache)
+        if part == "layer":
+            return out
+        h = x + out
+        return h + layer.mlp(layer.post_attention_layernorm(h))
 
-    def refuses(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> str | None:
-        """Why this call cannot be fused, or None."""
-        if x.dtype not in DTYPE_NAMES:
-            return f"activations are {x.dtype}"
-        if self.fusion.mode == 1:
-            return models.refuses_shape(layer, x)
-        return self.adapter.refuses(layer, x, mask, cache)
+    def refuses(self, layer: nn.Module, x: mx.array) -> str | None:
+        """Why no step of this shape is fused, or None."""
+        return models.refuses_shape(layer, x) if x.dtype in DTYPE_NAMES else f"activations are {x.dtype}"
 
-    def plan(self, dtype: mx.Dtype, masked: bool = False) -> Plan:
-        """The plan for activations of ``dtype``, built at its first use. Raises RefusedError in strict mode."""
-        plan = self._plans.get((dtype, masked))
+    def _refuse(self, reason: str) -> None:
+        self.calls[reason] += 1
+        if self.fusion.strict and reason != PREFILL:
+            raise RefusedError(f"[{self.adapter.kind} layer] wants a call it can fuse, got one refused: {reason}")
+
+    def plan(self, dtype: mx.Dtype, masked: bool = False, part: str = "") -> Plan:
+        """The plan for activations of ``dtype``, built at its first use. Raises RefusedError in strict mode.
+
+        part: of the layer, default the one that is fused.
+        """
+        key = part or self.adapter.part, dtype, masked
+        plan = self._plans.get(key)
         if plan is None:
             name, probe = DTYPE_NAMES[dtype], self.fusion.probe
             refuses = partial(probe, dtype=name) if probe else None
-            plan = build(self.graph(name, masked), self.adapter.weights, self.fusion.backends, refuses)
+            graph = self.adapter.graph(name, masked=masked, moe=self.fusion.moe, part=part)
+            plan = build(graph, self.adapter.weights, self.fusion.backends, refuses)
             for step in plan.steps:
                 for backend, reason in step.refusals.items() if self.fusion.strict else ():
                     raise RefusedError(f"[{step.node.name}] wants an op that {backend} runs, got {reason}")
-            self._plans[dtype, masked] = plan
+            self._plans[key] = plan
         return plan
-
-    def graph(self, dtype: str, masked: bool) -> Graph:
-        """The declared graph of this layer in the fusion's mode."""
-        dims = tuple(sorted({**self.adapter.dims, "T": dtype}.items()))
-        return _graph(self.adapter.kind if self.fusion.mode == 2 else "", dims, masked, self.fusion.moe)
-
-
-@lru_cache(maxsize=64)
-def _graph(kind: str, dims: tuple[tuple[str, Any], ...], masked: bool, moe: str) -> Graph:
-    return graphs.layer(kind, dict(dims), masked=masked, moe=moe) if kind else graphs.moe_only(dict(dims))
 
 
 @attrs.frozen(kw_only=True)
 class LayerReport:
     """What became of one decoder layer.
 
-    graph: the graph's name, or "" if the layer was refused, with ``reason``. nodes, dispatches: declared for one step.
-    backends: nodes per backend. refusals: per node, why a backend asked for did not take it. calls: see FusedLayer.
+    graph: the graph's name, or "" if the layer was refused. reason: why it, or a part of it, was not fused. nodes,
+    dispatches: declared for one step. backends: nodes per backend. refusals: per node, why a backend asked for did not
+    take it. calls: see FusedLayer.
     """
 
     index: int
@@ -216,9 +221,7 @@ def is_fused(layer: nn.Module) -> bool:
 
 def _fuse_layer(index: int, layer: nn.Module, fusion: Fusion) -> None:
     try:
-        adapter = models.adapt(layer, fold_router=fusion.mode == 2 and fusion.moe == "moe_4")
-        fused = FusedLayer(adapter, fusion)
-        fused.plan(adapter.weights["input_norm.w_norm"].dtype)
+        fused = _adapted(layer, fusion)
     except (RefusedError, SpecError) as error:
         if fusion.strict:
             raise RefusedError(f"[layers.{index}] wants a layer it can fuse, got one refused: {error}") from error
@@ -227,6 +230,26 @@ def _fuse_layer(index: int, layer: nn.Module, fusion: Fusion) -> None:
     layer._qfuse = fused
     layer.__class__ = _subclass(type(layer))  # type: ignore[arg-type]
     fusion.layers[index] = layer
+
+
+def _adapted(layer: nn.Module, fusion: Fusion) -> FusedLayer:
+    """As much of a layer as its mode names and its weights allow: all of it, or its mixer, or its MoE."""
+    wanted = models.PARTS if fusion.mode == 2 else ("moe",)
+    refused: dict[str, str] = {}
+    for parts in (wanted, *[(part,) for part in wanted if len(wanted) > 1]):
+        try:
+            adapter = models.adapt(layer, fold_router=fusion.moe == "moe_4", parts=parts)
+            adapter = attrs.evolve(cast(Any, adapter), left=refused | dict(adapter.left))
+            if fusion.strict and adapter.left:
+                raise RefusedError("; ".join(adapter.left.values()))
+            fused = FusedLayer(adapter, fusion)
+            fused.plan(adapter.weights["input_norm.w_norm"].dtype)
+            return fused
+        except SpecError as error:
+            if fusion.strict or len(parts) < len(wanted) or len(wanted) == 1:
+                raise
+            refused = {"layer": str(error)}
+    raise AssertionError("one of the parts was tried last, and raised")
 
 
 @cache
@@ -253,6 +276,7 @@ def _report(index: int, fused: FusedLayer) -> LayerReport:
         index=index,
         kind=fused.adapter.kind,
         graph=plan.graph.name,
+        reason="; ".join(fused.adapter.left.values()),
         nodes=len(plan.steps),
         dispatches=plan.dispatches(),
         backends=dict(plan.backends()),

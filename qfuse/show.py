@@ -50,7 +50,8 @@ def layers_table(report: FusionReport) -> Table:
         indices = ranges([layer.index for layer in layers])
         if first.graph:
             run_by = ", ".join(f"{count} {name}" for name, count in sorted(first.backends.items()))
-            cells = (first.graph, str(first.nodes), str(first.dispatches), run_by)
+            graph = f"{first.graph}; refused: {first.reason}" if first.reason else first.graph
+            cells = (escape(graph), str(first.nodes), str(first.dispatches), run_by)
         else:
             cells = (escape(f"refused: {first.reason}"), "", "", "mlx-lm")
         table.add_row(indices, first.kind, *cells, escape("; ".join(f"{n} {what}" for what, n in calls.most_common())))

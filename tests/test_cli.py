@@ -88,7 +88,7 @@ def damage(folder, kind):
         ("config is not JSON", "[model] wants JSON in "),
         ("config is a list", "[model] wants an object in "),
         ("no config", "[model] wants config.json, got none in "),
-        ("another model", "[model] wants model_type qwen3_5_moe, got llama in "),
+        ("another model", "[model] wants model_type qwen3_5_moe or qwen3_5 or qwen3_next, got llama in "),
         ("a key is missing", "[model] wants a checkpoint that mlx-lm opens, got "),
         ("another width", "[model] wants a checkpoint that mlx-lm opens, got "),
         ("a weight file is missing", "[model] wants 1 weight files, got none called model.safetensors in "),
@@ -234,9 +234,8 @@ def test_check_of_a_checkpoint_says_which_layers_cannot_be_fused(sim):
     model.layers[1].linear_attn.out_proj.bias = mx.zeros(256)
     ops, refused = layer_ops(model)
     assert {each.node.op.name: each.layers for each in ops}["gdn_step"] == [0, 2]
-    assert [(each.layers, each.skipped) for each in refused] == [
-        ("1", "[layers.1] wants a layer it can fuse, got one refused: out_proj has a bias")
-    ]
+    assert {each.node.op.name: each.layers for each in ops}["expert_down"] == [0, 1, 2, 3]
+    assert [(each.layers, each.skipped) for each in refused] == [("1", "the mixer: out_proj has a bias")]
     assert "out_proj has a bias" in to_text(check_table(refused, ""))
 
 
