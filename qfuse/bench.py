@@ -26,7 +26,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from . import tune
 from .backends.kernel import KernelBackend, Lowered
 from .fuse import FusedLayer, Fusion, fuse
-from .models import filled_caches, make_cache, new_model, vocabulary
+from .models import conversion, filled_caches, make_cache, new_model, vocabulary
 from .op import Op, Schedule
 from .plan import Plan
 from .spec import QArray
@@ -42,8 +42,8 @@ def random_model(config: Mapping[str, Any], *, bits: int = 8, group: int = 64, s
     """
     mx.random.seed(seed)
     model = new_model(config)
-    predicate, keep = model.quant_predicate, model.cast_predicate
-    nn.quantize(model, group, bits, class_predicate=lambda path, m: hasattr(m, "to_quantized") and predicate(path, m))
+    keep, quantised = conversion(model)
+    nn.quantize(model, group, bits, class_predicate=quantised)
     parameters = []
     for name, x in tree_flatten(model.parameters()):
         if name.endswith(("scales", "biases")) or x.dtype == mx.uint32:

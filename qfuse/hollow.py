@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from .models import new_model
+from .models import conversion, new_model
 
 
 def zeros(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
@@ -20,10 +20,10 @@ def zeros(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
 def model_of(config: Mapping[str, Any], *, bits: int, group: int, dtype: mx.Dtype) -> nn.Module:
     """A model of any size with hollow weights, cast and quantised as mlx-lm's convert does it."""
     model = new_model(config)
-    keep, predicate = model.cast_predicate, model.quant_predicate
+    keep, quantised = conversion(model)
     parameters = tree_flatten(model.parameters())
     model.update(tree_unflatten([(name, x.astype(dtype) if keep(name) else x) for name, x in parameters]))
-    nn.quantize(model, group, bits, class_predicate=lambda path, m: hasattr(m, "to_quantized") and predicate(path, m))
+    nn.quantize(model, group, bits, class_predicate=quantised)
     empty(model)
     model.eval()
     return model

@@ -430,6 +430,13 @@ def _fold(weights: Mapping[str, Any]) -> tuple[mx.array, mx.array]:
     return folded
 
 
+def conversion(model: nn.Module) -> tuple[Callable[[str], bool], Callable[[str, nn.Module], Any]]:
+    """How mlx-lm's convert treats a model: whether a parameter is cast, and how a module is quantised, by path."""
+    keep = getattr(model, "cast_predicate", None) or (lambda _: True)
+    chosen = getattr(model, "quant_predicate", None) or (lambda *_: True)
+    return keep, lambda path, module: hasattr(module, "to_quantized") and chosen(path, module)
+
+
 def new_model(config: Mapping[str, Any]) -> nn.Module:
     """An untrained model from a config.json's contents, of one of MODEL_TYPES."""
     module = {"qwen3_5_moe": qwen3_5_moe, "qwen3_5": qwen3_5, "qwen3_next": qwen3_next}[config["model_type"]]
