@@ -29,6 +29,16 @@ VARIANTS = {
             "ws_up": Quant(8, 64),
         },
     },
+    "uneven": {
+        "dtype": "f32",
+        "quant": {
+            "": Quant(6, 64),
+            "w_k": Quant(3, 32),
+            "w_z": Quant(5, 64),
+            "w_up": Quant(2, 32),
+            "ws_up": Quant(5, 32),
+        },
+    },
 }
 
 
@@ -99,7 +109,7 @@ def test_a_shape_that_the_text_cannot_take_is_refused_with_the_condition(name):
         weight, _, rest = need.partition(".bits ")
         if not rest:
             continue
-        op, _ = sample(cls, quant={weight: Quant(6, 64)})
+        op, _ = sample(cls, quant={weight: Quant(0)})
         assert op.unmet() == f"wants {need}, got {weight}={op.constants()[weight]}"
 
 
@@ -112,7 +122,7 @@ def test_wrong_arguments_are_refused_in_one_line(name):
 
 
 few = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-quants = st.builds(Quant, st.sampled_from([4, 8]), st.sampled_from([32, 64, 128]))
+quants = st.builds(Quant, st.sampled_from([2, 3, 4, 5, 6, 8]), st.sampled_from([32, 64, 128]))
 
 
 @few

@@ -6,6 +6,7 @@ includes put before it as the header. Only constants that the text mentions are 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -65,10 +66,16 @@ def render(
     for name, spec in (op.inputs() | op.weights()).items():
         if not spec.optional or name in present:
             inputs += [name, f"{name}_scales", f"{name}_biases"] if spec.kind == "qweight" else [name]
-    prelude = _prelude(op, env, present, schedule, body)
+    prelude = _prelude(op, env, present, whole_words(op, schedule), body)
     source = "\n".join([*prelude, f'#line 1 "{path.name}"', body] if lines else [*prelude, body]) + "\n"
     digest = sha256((header + source).encode()).hexdigest()[:8]
     return KernelText(f"{op.name}_{digest}", header, source, tuple(inputs), tuple(op.select("out")))
+
+
+def whole_words(op: Op, schedule: Schedule) -> Schedule:
+    """The schedule, with as many inputs taken at a time as fill whole words of every weight: 32 of 3 bits, 16 of 2."""
+    widths = [value.bits for value in op.constants().values() if isinstance(value, Quant) and value.bits]
+    return attrs.evolve(schedule, take=max([schedule.take, *[32 // math.gcd(bits, 32) for bits in widths]]))
 
 
 def _prelude(op: Op, env: Mapping[str, Any], present: frozenset[str], schedule: Schedule, body: str) -> list[str]:

@@ -64,10 +64,10 @@ class GDNInProj(Projections, Op):
     w_a: Quant = QWeight("Hv, H")
 
     kernel_needs = (
-        "w_qkv.bits in (4, 8)",
-        "w_z.bits in (4, 8)",
-        "w_b.bits in (4, 8)",
-        "w_a.bits in (4, 8)",
+        "w_qkv.bits in (2, 3, 4, 5, 6, 8)",
+        "w_z.bits in (2, 3, 4, 5, 6, 8)",
+        "w_b.bits in (2, 3, 4, 5, 6, 8)",
+        "w_a.bits in (2, 3, 4, 5, 6, 8)",
         "H % 32 == 0",
         "H >= 64",
         "Kc >= 2",

@@ -20,7 +20,13 @@ class GDNInProjMerged(Projections, Op):
     w_ba: Quant = QWeight("2*Hv, H")
 
     needs = ("C == 2*Hk*Dk + Hv*Dv", "Hv % Hk == 0")
-    kernel_needs = ("w_qkvz.bits in (4, 8)", "w_ba.bits in (4, 8)", "H % 32 == 0", "H >= 64", "Kc >= 2")
+    kernel_needs = (
+        "w_qkvz.bits in (2, 3, 4, 5, 6, 8)",
+        "w_ba.bits in (2, 3, 4, 5, 6, 8)",
+        "H % 32 == 0",
+        "H >= 64",
+        "Kc >= 2",
+    )
     tiles = "((C + Hv*Dv + rows - 1) // rows + (2*Hv + rows - 1) // rows + simdgroups - 1) // simdgroups"
     samples = {
         "production": {"H": 2048, "C": 8192, "Hv": 32, "Dv": 128, "Hk": 16, "Dk": 128, "B": 1},

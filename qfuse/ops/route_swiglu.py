@@ -25,10 +25,10 @@ class GateUp:
 
     touched: ClassVar[dict[str, str]] = {"w_gate": "B*k, I, H", "w_up": "B*k, I, H"}
     kernel_needs: ClassVar[tuple[str, ...]] = (
-        "w_gate.bits in (4, 8)",
-        "w_up.bits in (4, 8)",
-        "ws_gate.bits in (4, 8)",
-        "ws_up.bits in (4, 8)",
+        "w_gate.bits in (2, 3, 4, 5, 6, 8)",
+        "w_up.bits in (2, 3, 4, 5, 6, 8)",
+        "ws_gate.bits in (2, 3, 4, 5, 6, 8)",
+        "ws_up.bits in (2, 3, 4, 5, 6, 8)",
         "H % 32 == 0",
     )
     samples: ClassVar[dict[str, dict[str, int]]] = {
@@ -62,7 +62,7 @@ class RouteSwiglu(GateUp, Op):
     shared_gate_logit = Out("B", "f32")
 
     needs = ("k <= E",)
-    kernel_needs = (*GateUp.kernel_needs, "w_shared_gate.bits in (4, 8)", "H >= 64", "E <= 1024", "k <= 32")
+    kernel_needs = (*GateUp.kernel_needs, "w_shared_gate.bits in (2, 3, 4, 5, 6, 8)", "H >= 64", "E <= 1024", "k <= 32")
     tiles = "(B * k * ((I + rows - 1) // rows) + (Is + rows - 1) // rows + 1 + simdgroups - 1) // simdgroups"
 
     def reference(self, hw, x2, router_dot, w_gate, w_up, ws_gate, ws_up, w_shared_gate):
