@@ -18,7 +18,7 @@ inline void gemv_words(thread uint (&w)[N], const device uint* p) {
 // The i-th of the values of type X in a word.
 template <typename X>
 inline float gemv_value(uint word, int i) {
-  return float(as_type<X>(ushort(word >> (16 * i))));
+  return float(as_type<X>(ushort(word >> 16 * i)));
 }
 template <>
 inline float gemv_value<float>(uint word, int) {
@@ -55,7 +55,7 @@ inline void gemv_rows(
     const float scale = float(scales[g]), bias = float(biases[g]);
     float dot[B] = {};
     for (int i = 0; i < V; ++i) {
-      const float code = float((codes[i / PER] >> (BITS * (i % PER))) & ((1u << BITS) - 1));
+      const float code = float((codes[i / PER] >> BITS * (i % PER)) & ((1u << BITS) - 1));
       for (int b = 0; b < B; ++b) dot[b] += code * v[b][i];
     }
     for (int b = 0; b < B; ++b) acc[r][b] += scale * dot[b] + bias * sum[b];
