@@ -84,7 +84,7 @@ def generate(
     report = fusion.report()
     OUT.print(layers_table(report))
     for line in refusal_lines(report):
-        OUT.print(line, markup=False)
+        OUT.print(line, markup=False, soft_wrap=True)
     speed = Table("", "tokens", "prompt tok/s", "decode tok/s", title=f"on {_device()}", title_justify="left")
     for label, each in (("vanilla mlx-lm", vanilla), (f"qfuse mode {mode}, {', '.join(report.backends)}", run)):
         if each is not None:
