@@ -165,8 +165,8 @@ def test_a_tightened_text_runs(name, sim):
 
 
 def test_a_directive_keeps_its_line(tmp_path):
-    (tmp_path / "a.metal").write_text("a = (1);\n#if (HAS_MASK)\nb = 2;\n#endif\n  c = {\n 3};\n")
-    assert _load(tmp_path / "a.metal", False) == ("", "a=(1);\n#if (HAS_MASK)\nb=2;\n#endif\nc={3};")
+    (tmp_path / "a.metal").write_text("int  a = (1);\n#if (HAS_MASK)\nb = 2;\n#endif\n  c = {\n 3};\n")
+    assert _load(tmp_path / "a.metal", False) == ("", "int  a=(1);\n#if (HAS_MASK)\nb=2;\n#endif\nc={3};")
 
 
 def test_a_schedule_with_a_cap_launches_fewer_threadgroups():

@@ -120,7 +120,7 @@ def _load(path: Path, lines: bool) -> tuple[str, str]:
 
 def _tighten(line: str) -> str:
     """A line without the spaces that part no two words and no two operators."""
-    spare = r"(?<=\w) (?=\W)|(?<=\W) (?=\w)|(?<=[(){}\[\];,]) | (?=[(){}\[\];,])"
+    spare = r"(?<=\w) (?=[^\w\s])|(?<=[^\w\s]) (?=\w)|(?<=[(){}\[\];,]) | (?=[(){}\[\];,])"
     return line if line.startswith("#") else re.sub(spare, "", line)
 
 
