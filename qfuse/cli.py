@@ -36,9 +36,11 @@ def cli() -> None:
 @click.option(
     "--mode", type=click.IntRange(0, 2), default=2, show_default=True, help="0 off, 1 the MoE, 2 whole layers."
 )
-@click.option("--backend", "backends", multiple=True, metavar="NAME", help="In order of preference; default reference.")
+@click.option(
+    "--backend", "backends", multiple=True, metavar="NAME", help="In order of preference. Default: see doctor."
+)
 @click.option("--moe", type=click.Choice(["moe_4", "moe_5"]), default="moe_4", show_default=True)
-@click.option("--strict", is_flag=True, help="Fail on anything that is not fused.")
+@click.option("--strict", is_flag=True, help="Fail on anything that is refused.")
 @click.option(
     "--compare", "against_vanilla", is_flag=True, help="Run vanilla mlx-lm too and compare tokens and logits."
 )
@@ -85,7 +87,7 @@ def generate(
     report = fusion.report()
     OUT.print(layers_table(report))
     for line in refusal_lines(report):
-        OUT.print(line, markup=False)
+        OUT.print(line, markup=False, soft_wrap=True)
     speed = Table("", "tokens", "prompt tok/s", "decode tok/s", title=f"on {_device()}", title_justify="left")
     for label, each in (("vanilla mlx-lm", vanilla), (f"qfuse mode {mode}, {', '.join(report.backends)}", run)):
         if each is not None:

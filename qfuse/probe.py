@@ -59,7 +59,7 @@ def _fault(backend: backends.Backend, node: Node, weights: backends.Weights, dty
             arguments = draw(node, weights, name, dtype)
             compare(node.op, run(node.op, arguments, backend), arguments)
     except AssertionError as error:
-        return f"probe: {error}"
+        return f"probe: {'; '.join(str(error).splitlines())}"
     except Exception as error:  # whatever a compiler or a driver raises, it is this op that cannot be used
         return f"probe: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     finally:

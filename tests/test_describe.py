@@ -104,12 +104,12 @@ def test_what_a_call_leaves_open_stays_text(model):
     assert {node.backend for node in found.ops} == {""}
 
 
-def test_refusals_are_in_the_data(model):
+def test_refusals_are_in_the_data(no_6_bits):
     adapter = models.adapt(make_model(bits=6).layers[0], fold_router=True)
     plan = build(graphs.layer("gdn", {**adapter.dims, "T": "f32"}), adapter.weights, ("metal",))
     nodes = {node.name: node for node in describe(plan, {"B": 1, "T": "f32", "S": "f32"}, adapter.weights).ops}
     assert nodes["gdn_in_proj"].backend == "reference"
-    assert nodes["gdn_in_proj"].refusals == {"metal": "wants w_qkv.bits in (4, 8), got w_qkv=6-bit gs 64"}
+    assert nodes["gdn_in_proj"].refusals == {"metal": "wants w_qkv.bits in (2, 3, 4, 5, 8), got w_qkv=6-bit gs 64"}
     assert nodes["gdn_step"].backend == "metal"
     assert nodes["input_norm"].backend == "library"
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from qfuse import REGISTRY, SpecError
+from qfuse.backends.sim import SimBackend, SimulationError
 from qfuse.testing import closeness, compare, opcheck, oracle, sample
 
 MODULE = '''
@@ -74,6 +75,14 @@ def test_an_op_from_elsewhere_is_checked_as_ours_are(scaled_sum, dtype, sim):
 def test_a_wrong_kernel_is_reported(scaled_sum, old, new, message, sim):
     with pytest.raises(AssertionError, match=message):
         opcheck(*sample(scaled_sum(BODY.replace(old, new))), backend=sim)
+
+
+def test_a_fault_that_leaves_the_result_right_is_found_by_the_simulator_in_full(scaled_sum, sim):
+    all_write = "y[0] = T((float(a[0]) + float(b[0])) * float(w[0]));\n"
+    op, arguments = sample(scaled_sum(BODY + all_write))
+    opcheck(op, arguments, SimBackend())
+    with pytest.raises((AssertionError, SimulationError), match=r"scaled_sum.metal:\d: \w+: .*y\[0\]"):
+        opcheck(op, arguments, sim)
 
 
 def test_a_backend_that_gives_another_result_the_second_time_is_reported(scaled_sum):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -123,7 +123,7 @@ def _load(path: Path, lines: bool) -> tuple[str, str]:
                 del headers[include[1]]  # after what it includes itself
                 headers[include[1]] = f'#line 1 "{include[1]}"\n{text}' if lines else text
             kept.append("" if include else line)
-        return "\n".join(kept if lines else map(tighten, filter(None, kept)))
+        return "\n".join(kept if lines else _fill(map(tighten, filter(None, kept))))
 
     body = read(path)
     return "".join(f"{text}\n" for text in headers.values()), body
@@ -131,7 +131,20 @@ def _load(path: Path, lines: bool) -> tuple[str, str]:
 
 def tighten(line: str) -> str:
     """A line without the spaces that part no two words and no two operators."""
-    return line if line.startswith("#") else re.sub(r"(?<=\w) (?=[^\w\s])|(?<=[^\w\s]) (?=\w)", "", line)
+    spare = r"(?<=\w) (?=[^\w\s])|(?<=[^\w\s]) (?=\w)|(?<=[(){}\[\];,]) | (?=[(){}\[\];,])"
+    return line if line.startswith("#") else re.sub(spare, "", line)
+
+
+def _fill(lines: Iterable[str]) -> list[str]:
+    """Lines joined where one ends in a bracket, comma or semicolon, to a width that a compiler's error can quote."""
+    filled: list[str] = []
+    for line in lines:
+        last = filled[-1] if filled else "#"
+        if last[-1] in "(){};,>" and "#" not in (last[0], line[0]) and len(last + line) <= 120:
+            filled[-1] += line
+        else:
+            filled.append(line)
+    return filled
 
 
 class KernelBackend:

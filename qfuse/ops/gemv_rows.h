@@ -19,7 +19,7 @@ inline void gemv_words(thread uint (&w)[N], const device uint* p) {
 // The i-th of the values of type X in a word.
 template <typename X>
 inline float gemv_value(uint word, int i) {
-  return float(as_type<X>(ushort(word >> (16 * i))));
+  return float(as_type<X>(ushort(word >> 16 * i)));
 }
 template <>
 inline float gemv_value<float>(uint word, int) {
