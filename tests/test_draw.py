@@ -84,7 +84,7 @@ def test_a_refused_node_is_red_with_its_reason_and_the_legend_says_so():
     assert len(red) == 8
     for node in red:
         text = re.sub("<[^>]+>", " ", node.attr["label"])
-        assert re.search(r"not on metal: wants w\w*\.bits in \(2, 3, 4, 5,\s+8\), got", text)
+        assert re.search(r"not on metal: wants w\w*\.bits\s+in \(2,\s+3,\s+4,\s+5,\s+8\),\s+got", text)
         assert "run by reference" in text
     legend = graph.get_node("legend").attr["label"]
     assert draw.TITLES["refused"] in legend
