@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
 from . import backends as backend_table
-from . import graphs, models
-from .graphs import Graph
+from . import models
 from .models import PREFILL, Adapter, RefusedError
 from .plan import Plan, build
+from .probe import Probe
 from .show import fusion_text
 from .spec import DTYPE_NAMES, SpecError
 
@@ -24,66 +24,77 @@ MOE_GRAPHS = ("moe_4", "moe_5")
 
 
 class FusedLayer:
-    """One layer's adapter and the plans made for it so far, by dtype of the activations and presence of a mask.
+    """One layer's adapter and the plans made for it so far, by part, dtype of the activations and presence of a mask.
 
-    calls: how many calls were fused, under ``"fused"``, and how many upstream ran, under the reason.
+    calls: how many calls were fused, under ``"fused"`` and ``"MoE alone: reason"``, and how many upstream ran, under
+    the reason.
     """
 
     def __init__(self, adapter: Adapter, fusion: Fusion) -> None:
         self.adapter = adapter
         self.fusion = fusion
         self.calls: Counter[str] = Counter()
-        self._plans: dict[tuple[mx.Dtype, bool], Plan] = {}
+        self._plans: dict[tuple[str, mx.Dtype, bool], Plan] = {}
 
     def __call__(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
         """The layer's output, or None where upstream has to run it. Raises RefusedError in strict mode."""
-        reason = self.refuses(layer, x, mask, cache)
+        part, adapter = self.adapter.part, self.adapter
+        reason = self.refuses(layer, x)
         if reason is not None:
-            self.calls[reason] += 1
-            if self.fusion.strict and reason != PREFILL:
-                raise RefusedError(f"[{self.adapter.kind} layer] wants a call it can fuse, got one refused: {reason}")
+            self._refuse(reason)
             return None
-        self.calls["fused"] += 1
-        if self.fusion.mode == 2:
-            return self.adapter.decode(self.plan(x.dtype, mask is not None), x, mask, cache)
-        r = self.adapter.mix(layer, x, mask, cache)
-        B, _, H = x.shape
-        (out,) = self.plan(x.dtype).run(r.reshape(B, H), x.reshape(B, H))
-        return out.reshape(B, 1, H)
+        if part != "moe" and (reason := adapter.refuses(x, mask, cache)) is not None:
+            if part == "mixer" or self.fusion.strict:
+                self._refuse(reason)
+                return None
+            part = "moe"
+        self.calls["fused" if reason is None else f"MoE alone: {reason}"] += 1
+        if part == "moe":
+            r = adapter.mix(layer, x, mask, cache)
+            B, _, H = x.shape
+            (out,) = self.plan(x.dtype, part=part).run(r.reshape(B, H), x.reshape(B, H))
+            return out.reshape(B, 1, H)
+        out = adapter.decode(self.plan(x.dtype, mask is not None), x, mask, cache)
+        if part == "layer":
+            return out
+        h = x + out
+        return h + layer.mlp(layer.post_attention_layernorm(h))
 
-    def refuses(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> str | None:
-        """Why this call cannot be fused, or None."""
-        if x.dtype not in DTYPE_NAMES:
-            return f"activations are {x.dtype}"
-        if self.fusion.mode == 1:
-            return models.refuses_shape(layer, x)
-        return self.adapter.refuses(layer, x, mask, cache)
+    def refuses(self, layer: nn.Module, x: mx.array) -> str | None:
+        """Why no step of this shape is fused, or None."""
+        return models.refuses_shape(layer, x) if x.dtype in DTYPE_NAMES else f"activations are {x.dtype}"
 
-    def plan(self, dtype: mx.Dtype, masked: bool = False) -> Plan:
-        """The plan for activations of ``dtype``, built at its first use."""
-        plan = self._plans.get((dtype, masked))
+    def _refuse(self, reason: str) -> None:
+        self.calls[reason] += 1
+        if self.fusion.strict and reason != PREFILL:
+            raise RefusedError(f"[{self.adapter.kind} layer] wants a call it can fuse, got one refused: {reason}")
+
+    def plan(self, dtype: mx.Dtype, masked: bool = False, part: str = "") -> Plan:
+        """The plan for activations of ``dtype``, built at its first use. Raises RefusedError in strict mode.
+
+        part: of the layer, default the one that is fused.
+        """
+        key = part or self.adapter.part, dtype, masked
+        plan = self._plans.get(key)
         if plan is None:
-            graph = self.graph(DTYPE_NAMES[dtype], masked)
-            plan = self._plans[dtype, masked] = build(graph, self.adapter.weights, self.fusion.backends)
+            name, probe = DTYPE_NAMES[dtype], self.fusion.probe
+            refuses = partial(probe, dtype=name) if probe else None
+            graph = self.adapter.graph(name, masked=masked, moe=self.fusion.moe, part=part)
+            plan = build(graph, self.adapter.weights, self.fusion.backends, refuses)
+            for step in plan.steps:
+                for backend, reason in step.refusals.items() if self.fusion.strict else ():
+                    raise RefusedError(f"[{step.node.name}] wants an op that {backend} runs, got {reason}")
+            self._plans[key] = plan
         return plan
-
-    def graph(self, dtype: str, masked: bool) -> Graph:
-        """The declared graph of this layer in the fusion's mode."""
-        dims = tuple(sorted({**self.adapter.dims, "T": dtype}.items()))
-        return _graph(self.adapter.kind if self.fusion.mode == 2 else "", dims, masked, self.fusion.moe)
-
-
-@lru_cache(maxsize=64)
-def _graph(kind: str, dims: tuple[tuple[str, Any], ...], masked: bool, moe: str) -> Graph:
-    return graphs.layer(kind, dict(dims), masked=masked, moe=moe) if kind else graphs.moe_only(dict(dims))
 
 
 @attrs.frozen(kw_only=True)
 class LayerReport:
     """What became of one decoder layer.
 
-    graph: the graph's name, or "" if the layer was refused, with ``reason``. nodes, dispatches: declared for one step.
-    backends: nodes per backend. refusals: per node, why a backend asked for did not take it. calls: see FusedLayer.
+    graph: the graph's name, or "" if the layer was refused. reason: why it, or a part of it, was not fused. nodes,
+    dispatches: declared for one step. backends: nodes per backend. refusals: per node, why a backend asked for did not
+    take it. calls: see FusedLayer.
     """
 
     index: int
@@ -118,11 +129,13 @@ class FusionReport:
 class Fusion:
     """A fused model: what was put in, and the way to take it out. Also a context manager, which removes at exit."""
 
-    def __init__(self, mode: int, backends: Sequence[str], strict: bool, moe: str) -> None:
+    def __init__(self, mode: int, backends: Sequence[str], strict: bool, moe: str, probe: bool) -> None:
         self.mode = mode
         self.backends = tuple(backends)
         self.strict = strict
         self.moe = moe
+        self.probe = Probe() if probe else None
+        self.options = (mode, tuple(backends), strict, moe, probe)
         self.layers: dict[int, nn.Module] = {}
         self.refused: dict[int, tuple[nn.Module, str]] = {}
 
@@ -159,18 +172,22 @@ def fuse(
     backends: str | Sequence[str] | None = None,
     strict: bool = False,
     moe: str = "moe_4",
+    probe: bool = True,
 ) -> Fusion:
     """Run the decode steps of a model's layers through fused plans. Prefill stays upstream's.
 
-    mode: 0 nothing, 1 the MoE alone, 2 whole layers. backends: names in order of preference, default the
-    reference. strict: raise on anything that is not fused, instead of leaving it to upstream and saying
-    so in the report. moe: ``moe_4``, with the router folded into the output projection's dispatch, or ``moe_5``.
+    mode: 0 nothing, 1 the MoE alone, 2 whole layers. backends: names in order of preference, default
+    :func:`qfuse.backends.default`; an op that none of them takes is run by its reference. strict: raise on anything
+    that is refused, a layer, a call or an op by one of the backends, instead of leaving it to what comes next and
+    saying so in the report. moe: ``moe_4``, with the router folded into the output projection's dispatch, or ``moe_5``.
+    probe: on a backend that compiles kernels, check each distinct op against its reference before it is used, and
+    leave one that fails to the next backend, see docs/design.md for what it costs.
 
     Each layer instance gets a subclass of its own class; other models, the parameters and ``isinstance`` are as before.
     Fusing a fused model again with the same options returns its Fusion.
 
-    Raises RefusedError on a model of another type, and in strict mode on a layer that is refused; ValueError on
-    options that do not exist; RuntimeError on a backend that cannot run here.
+    Raises RefusedError on a model of another type, and in strict mode on a layer or an op that is refused; ValueError
+    on options that do not exist; RuntimeError on a backend that cannot run here.
     """
     names = (backends,) if isinstance(backends, str) else tuple(backends or backend_table.default())
     if mode not in MODES:
@@ -180,10 +197,10 @@ def fuse(
     for name in names:
         backend_table.get(name)
     layers = models.decoder_layers(model)
-    fusion = Fusion(mode, names, strict, moe)
+    fusion = Fusion(mode, names, strict, moe, probe)
     existing = next((layer._qfuse.fusion for layer in layers if is_fused(layer)), None)
     if existing is not None:
-        if (existing.mode, existing.backends, existing.strict, existing.moe) != (mode, names, strict, moe):
+        if existing.options != fusion.options:
             raise ValueError(f"[fuse] wants the options it was fused with, or remove() first, got mode {mode}, {names}")
         return existing
     if mode == 0:
@@ -204,9 +221,7 @@ def is_fused(layer: nn.Module) -> bool:
 
 def _fuse_layer(index: int, layer: nn.Module, fusion: Fusion) -> None:
     try:
-        adapter = models.adapt(layer, fold_router=fusion.mode == 2 and fusion.moe == "moe_4")
-        fused = FusedLayer(adapter, fusion)
-        fused.plan(adapter.weights["input_norm.w_norm"].dtype)
+        fused = _adapted(layer, fusion)
     except (RefusedError, SpecError) as error:
         if fusion.strict:
             raise RefusedError(f"[layers.{index}] wants a layer it can fuse, got one refused: {error}") from error
@@ -215,6 +230,26 @@ def _fuse_layer(index: int, layer: nn.Module, fusion: Fusion) -> None:
     layer._qfuse = fused
     layer.__class__ = _subclass(type(layer))  # type: ignore[arg-type]
     fusion.layers[index] = layer
+
+
+def _adapted(layer: nn.Module, fusion: Fusion) -> FusedLayer:
+    """As much of a layer as its mode names and its weights allow: all of it, or its mixer, or its MoE."""
+    wanted = models.PARTS if fusion.mode == 2 else ("moe",)
+    refused: dict[str, str] = {}
+    for parts in (wanted, *[(part,) for part in wanted if len(wanted) > 1]):
+        try:
+            adapter = models.adapt(layer, fold_router=fusion.moe == "moe_4", parts=parts)
+            adapter = attrs.evolve(cast(Any, adapter), left=refused | dict(adapter.left))
+            if fusion.strict and adapter.left:
+                raise RefusedError("; ".join(adapter.left.values()))
+            fused = FusedLayer(adapter, fusion)
+            fused.plan(adapter.weights["input_norm.w_norm"].dtype)
+            return fused
+        except SpecError as error:
+            if fusion.strict or len(parts) < len(wanted) or len(wanted) == 1:
+                raise
+            refused = {"layer": str(error)}
+    raise AssertionError("one of the parts was tried last, and raised")
 
 
 @cache
@@ -236,14 +271,15 @@ def _folded(adapter: Adapter) -> list[mx.array]:
 
 
 def _report(index: int, fused: FusedLayer) -> LayerReport:
-    plan = next(iter(fused._plans.values()))
+    plan, *others = fused._plans.values()
     return LayerReport(
         index=index,
         kind=fused.adapter.kind,
         graph=plan.graph.name,
+        reason="; ".join(fused.adapter.left.values()),
         nodes=len(plan.steps),
         dispatches=plan.dispatches(),
         backends=dict(plan.backends()),
-        refusals={step.node.name: step.refusals for step in plan.steps if step.refusals},
+        refusals={step.node.name: step.refusals for each in (plan, *others) for step in each.steps if step.refusals},
         calls=dict(fused.calls),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import attrs
@@ -62,17 +62,28 @@ def generate(
         logits.append(step[0].astype(mx.float32))
         return step
 
-    tokens, pieces, last = [], [], None
+    tokens: list[int] = []
+    pieces: list[str] = []
+    last = None
     processors = [keep] if keep_logits else None
     for last in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, logits_processors=processors):
         if last.finish_reason != "stop":
             tokens.append(last.token)
-        pieces.append(last.text)
-        on_text(last.text)
+        text = last.text
+        if text and not "".join(pieces) and _spaced(tokenizer, prompt, tokens):
+            text = " " + text
+        pieces.append(text)
+        on_text(text)
     assert last is not None
     del logits[len(tokens) :]  # mlx-lm computes one step ahead
     mx.eval(logits)
     return Run(tokens=tokens, text="".join(pieces), logits=logits, tps=last.generation_tps, prompt_tps=last.prompt_tps)
+
+
+def _spaced(tokenizer: Any, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether a space parts the prompt from what follows: mlx-lm leaves it out of the text."""
+    rest = tokenizer.decode([*prompt, *tokens]).removeprefix(tokenizer.decode(list(prompt)))
+    return rest.startswith(" ")
 
 
 def compare(a: Run, b: Run) -> Comparison:

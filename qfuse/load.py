@@ -14,6 +14,7 @@ import mlx_lm
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+from .hollow import empty
 from .models import MODEL_TYPES, decoder_layers
 
 DEFAULT = Path(__file__).with_name("default_model")
@@ -80,6 +81,22 @@ def load(folder: Path, progress: Callable[[int, int], None] = lambda _done, _tot
         text = " ".join(str(error).split())
         raise CheckpointError(f"[model] wants a checkpoint that mlx-lm opens, got {folder}: {text[:300]}") from error
     return model, tokenizer
+
+
+def hollow(folder: Path) -> nn.Module:
+    """The model of a checkpoint without its weights: shapes, dtypes and quantisation as they are, nothing read.
+
+    Raises CheckpointError on anything that mlx-lm or MLX says of the files.
+    """
+    check(folder)
+    try:
+        model, _ = mlx_lm.utils.load_model(folder, lazy=True)
+        empty(model)
+    except Exception as error:  # whatever a broken file makes of them, it is the file that is wrong
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"[model] wants a checkpoint that mlx-lm opens, got {folder}: {text[:300]}") from error
+    model.eval()
+    return model
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, ClassVar, Protocol
 
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as caches
-from mlx_lm.models import qwen3_5, qwen3_5_moe, qwen3_next
+from mlx_lm.models import gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
+from . import graphs
+from .graphs import Graph
 from .plan import Plan
 from .spec import QArray, Quant
 
 MAX_ROWS = 8
 """Rows that a decode step may have; more go to upstream, whose batched kernels are made for them."""
 
-MODEL_TYPES = ("qwen3_5_moe",)
+MODEL_TYPES = ("qwen3_5_moe", "qwen3_5", "qwen3_next")
 """The model types of config.json that are fused."""
 
 PREFILL = "prefill, S > 1"
@@ -31,12 +34,18 @@ class RefusedError(ValueError):
 class Adapter(Protocol):
     """One layer of a model, seen from qfuse.
 
-    kind: gdn or gqa. dims: op fields and quantisations, see qfuse.graphs.make. weights: the layer's own arrays by
-    ``node.spec`` name.
+    kind: gdn or gqa. part: what of it can be fused: ``layer``, or ``mixer`` or ``moe`` alone. left: why a part cannot.
+    dims: op fields and quantisations, see qfuse.graphs.make. weights: the layer's own arrays by ``node.spec`` name.
     """
 
     @property
     def kind(self) -> str: ...
+
+    @property
+    def part(self) -> str: ...
+
+    @property
+    def left(self) -> Mapping[str, str]: ...
 
     @property
     def dims(self) -> Mapping[str, Any]: ...
@@ -44,60 +53,107 @@ class Adapter(Protocol):
     @property
     def weights(self) -> Mapping[str, mx.array | QArray]: ...
 
+    def graph(self, dtype: str, *, masked: bool = False, moe: str = "moe_4", part: str = "") -> Graph:
+        """The declared graph of the layer's part, or of another, for activations of ``dtype``."""
+
     def mix(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """The mixer by upstream's own modules: r [B, 1, H]."""
 
-    def refuses(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> str | None:
-        """Why this call cannot be fused, or None. Raises TypeError on a cache of the wrong class."""
+    def refuses(self, x: mx.array, mask: Any, cache: Any) -> str | None:
+        """Why the mixer of this call cannot be fused, or None. Raises TypeError on a cache of the wrong class."""
+
+    def inputs(self, x: mx.array, mask: Any, cache: Any) -> tuple[Any, ...]:
+        """What the layer's plan takes for one step, x [B, 1, H], in its order."""
 
     def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
-        """One fused step, x [B, 1, H] → [B, 1, H], the cache brought up to date."""
+        """One fused step, x [B, 1, H] → the plan's first output [B, 1, H], the cache brought up to date."""
+
+
+PARTS = ("mixer", "moe")
+LAYERS = (qwen3_5.DecoderLayer, qwen3_next.Qwen3NextDecoderLayer)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a qwen3_5_moe model. Raises RefusedError on any other model."""
+    """The decoder layers of a model of this family, told by their classes. Raises RefusedError on any other model."""
     text = getattr(model, "language_model", model)
     layers = getattr(getattr(text, "model", None), "layers", None)
-    if not isinstance(text, qwen3_5.TextModel) or not isinstance(layers, list):
-        raise RefusedError(f"[fuse] wants a model of type qwen3_5_moe, got {_kind_of(model)}")
-    if text.args.num_experts <= 0:
-        raise RefusedError(f"[fuse] wants a model with experts, got a dense {_kind_of(model)}")
+    if not isinstance(layers, list) or not any(isinstance(layer, LAYERS) for layer in layers):
+        raise RefusedError(
+            f"[fuse] wants a model of type {', '.join(MODEL_TYPES[:-1])} or {MODEL_TYPES[-1]}, got {_kind_of(model)}"
+        )
     return layers
 
 
-def adapt(layer: nn.Module, *, fold_router: bool) -> Adapter:
-    """Read one decoder layer. Raises RefusedError with the reason why it cannot be fused.
+def prefilled(model: nn.Module, index: int, x: mx.array) -> Any:
+    """The cache of one layer after upstream ran it on x [B, S, H], for steps with activations of the dtype of x."""
+    layer, cache = decoder_layers(model)[index], caches.make_prompt_cache(model)[index]
+    layer(x.astype(layer.input_layernorm.weight.dtype), mask=None if layer.is_linear else "causal", cache=cache)
+    if not layer.is_linear:
+        cache.keys, cache.values = (part.astype(x.dtype) for part in (cache.keys, cache.values))
+    return cache
+
+
+def adapt(layer: nn.Module, *, fold_router: bool, parts: Sequence[str] = PARTS) -> Adapter:
+    """Read one decoder layer, or only these ``parts`` of it. Raises RefusedError if none of them can be fused.
 
     fold_router: make the folded router weights that o_proj_router takes, the only new memory.
     """
-    if not isinstance(layer, qwen3_5.DecoderLayer):
-        raise RefusedError(f"layer is a {type(layer).__name__}, not a qwen3_5 DecoderLayer")
-    dims, weights = _moe(layer)
-    mixer = _gdn if layer.is_linear else _gqa
-    more_dims, more_weights, w_o = mixer(layer)
-    dims |= more_dims
-    weights |= more_weights
-    dims["o_proj_router.w_o"] = dims["o_proj.w"] = w_o.quant
-    weights["o_proj_router.w_o"] = weights["o_proj.w"] = w_o
-    if fold_router:
-        weights["o_proj_router.M1"], weights["o_proj_router.Wf"] = _fold(weights)
-    return (GDNAdapter if layer.is_linear else GQAAdapter)(dims=dims, weights=weights)
+    if not isinstance(layer, LAYERS):
+        raise RefusedError(f"layer is a {type(layer).__name__}, not a {' or '.join(each.__name__ for each in LAYERS)}")
+    norm = layer.input_layernorm
+    dims: dict[str, Any] = {"H": norm.weight.size, "eps": norm.eps}
+    weights: dict[str, Any] = {"input_norm.w_norm": norm.weight}
+    left: dict[str, str] = {}
+    found = []
+    for part in parts:
+        try:
+            more = _moe(layer) if part == "moe" else _gdn(layer) if layer.is_linear else _gqa(layer)
+        except RefusedError as error:
+            left[part] = str(error)
+            continue
+        if more is not None:
+            found.append(part)
+            dims |= more[0]
+            weights |= more[1]
+    if not found:
+        raise RefusedError("; ".join(left.values()) or "the MLP is dense, which upstream runs")
+    if len(found) == 2:
+        dims["o_proj_router.w_o"], weights["o_proj_router.w_o"] = dims["o_proj.w"], weights["o_proj.w"]
+        if fold_router:
+            weights["o_proj_router.M1"], weights["o_proj_router.Wf"] = _fold(weights)
+    part = "layer" if len(found) == 2 else found[0]
+    return (GDNAdapter if layer.is_linear else GQAAdapter)(part=part, left=left, dims=dims, weights=weights)
 
 
 @attrs.frozen(kw_only=True)
-class GDNAdapter:
+class LayerAdapter:
+    """What the adapters of both kinds share, see :class:`Adapter`."""
+
+    kind: ClassVar[str]
+    part: str
+    left: Mapping[str, str]
+    dims: Mapping[str, Any]
+    weights: Mapping[str, mx.array | QArray]
+
+    def graph(self, dtype: str, *, masked: bool = False, moe: str = "moe_4", part: str = "") -> Graph:
+        return _graph(self.kind, tuple(sorted({**self.dims, "T": dtype}.items())), masked, moe, part or self.part)
+
+
+@lru_cache(maxsize=256)
+def _graph(kind: str, dims: tuple[tuple[str, Any], ...], masked: bool, moe: str, part: str) -> Graph:
+    return graphs.layer(kind, dict(dims), masked=masked, moe=moe, part=part)
+
+
+@attrs.frozen(kw_only=True)
+class GDNAdapter(LayerAdapter):
     """A layer with a gated delta net. Its cache is an ArraysCache of conv_state and state."""
 
     kind = "gdn"
-    dims: Mapping[str, Any]
-    weights: Mapping[str, mx.array | QArray]
 
     def mix(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
         return layer.linear_attn(layer.input_layernorm(x), mask, cache)
 
-    def refuses(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> str | None:
-        if reason := refuses_shape(layer, x):
-            return reason
+    def refuses(self, x: mx.array, mask: Any, cache: Any) -> str | None:
         if cache is not None:
             _wants_cache(cache, caches.ArraysCache)
             if cache.lengths is not None:
@@ -106,7 +162,7 @@ class GDNAdapter:
             return f"mask {tuple(mask.shape)} is not [B, 1]"
         return None
 
-    def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
+    def inputs(self, x: mx.array, mask: Any, cache: Any) -> tuple[Any, ...]:
         B, _, H = x.shape
         conv_state, state = (cache[0], cache[1]) if cache is not None else (None, None)
         d = self.dims
@@ -116,31 +172,27 @@ class GDNAdapter:
             state = mx.zeros((B, d["Hv"], d["Dv"], d["Dk"]), mx.float32)
         elif state.dtype != mx.float32:
             state = state.astype(mx.float32)  # caches saved by older mlx-lm hold it in bf16
-        x = x.reshape(B, H)
-        if mask is None:
-            out, conv_state, state = plan.run(x, conv_state, state)
-        else:
-            out, conv_state, state = plan.run(x, conv_state, state, mask.reshape(B))
+        masks = () if mask is None else (mask.reshape(B),)
+        return x.reshape(B, H), conv_state, state, *masks
+
+    def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        out, conv_state, state = plan.run(*self.inputs(x, mask, cache))
         if cache is not None:
             cache[0], cache[1] = conv_state, state
             cache.advance(1)
-        return out.reshape(B, 1, H)
+        return out.reshape(x.shape)
 
 
 @attrs.frozen(kw_only=True)
-class GQAAdapter:
+class GQAAdapter(LayerAdapter):
     """A layer with gated attention. Its cache is a KVCache, or a BatchKVCache with an offset per row."""
 
     kind = "gqa"
-    dims: Mapping[str, Any]
-    weights: Mapping[str, mx.array | QArray]
 
     def mix(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
         return layer.self_attn(layer.input_layernorm(x), mask, cache)
 
-    def refuses(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> str | None:
-        if reason := refuses_shape(layer, x):
-            return reason
+    def refuses(self, x: mx.array, mask: Any, cache: Any) -> str | None:
         if cache is None:
             return "no kv cache"
         if type(cache) not in (caches.KVCache, caches.BatchKVCache):
@@ -152,19 +204,18 @@ class GQAAdapter:
             return f"mask {tuple(mask.shape)} {mask.dtype} is not a boolean [B, 1, 1, N]"
         return None
 
-    def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
+    def inputs(self, x: mx.array, mask: Any, cache: Any) -> tuple[Any, ...]:
         B, _, H = x.shape
         offset = cache.offset
         batched = isinstance(offset, mx.array)
         length = mx.array([(cache._idx if batched else offset) + 1], mx.int32)
         position = offset.astype(mx.int32) if batched else mx.array([offset] * B, mx.int32)
-        x = x.reshape(B, H)
-        if mask is None:
-            (out,) = plan.run(x, position, length, cache)
-        else:
-            rows = mx.broadcast_to(mask.reshape(mask.shape[0], -1), (B, mask.shape[-1]))
-            (out,) = plan.run(x, position, length, cache, rows)
-        return out.reshape(B, 1, H)
+        masks = () if mask is None else (mx.broadcast_to(mask.reshape(mask.shape[0], -1), (B, mask.shape[-1])),)
+        return x.reshape(B, H), position, length, cache, *masks
+
+    def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        (out,) = plan.run(*self.inputs(x, mask, cache))
+        return out.reshape(x.shape)
 
 
 def refuses_shape(layer: nn.Module, x: mx.array) -> str | None:
@@ -177,6 +228,68 @@ def refuses_shape(layer: nn.Module, x: mx.array) -> str | None:
     if layer.training:
         return "the model is in training mode; call model.eval()"
     return None
+
+
+def upstream_kernels() -> list[tuple[Any, str, Any]]:
+    """mlx-lm's own decode kernels as (module, name, kernel): it makes them at import, and only where Metal is.
+
+    Call it while mx.metal.is_available says so.
+    """
+    make, place = gated_delta._make_gated_delta_kernel, gated_delta
+    return [
+        (place, "_gated_delta_kernel", make(has_mask=False)),
+        (place, "_gated_delta_kernel_masked", make(has_mask=True)),
+        (place, "_gated_delta_kernel_packed", gated_delta._make_gated_delta_packed_kernel()),
+    ]
+
+
+def step_state(layer: nn.Module, rows: int, keys: int, dtype: mx.Dtype) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:
+    """Shapes and dtypes of what a layer's cache holds at a decode step, by name.
+
+    GDN: conv_state, state. GQA: keys, values, allocated in the cache's own steps for ``keys`` keys.
+    """
+    if layer.is_linear:
+        m = layer.linear_attn
+        conv = (rows, m.conv_kernel_size - 1, m.conv_dim)
+        state = (rows, m.num_v_heads, m.head_v_dim, m.head_k_dim)
+        return {"conv_state": (conv, dtype), "state": (state, mx.float32)}
+    m, step = layer.self_attn, caches.KVCache.step
+    shape = (rows, m.num_key_value_heads, -(-keys // step) * step, m.head_dim)
+    return {"keys": (shape, dtype), "values": (shape, dtype)}
+
+
+def step_cache(layer: nn.Module, state: Mapping[str, mx.array], keys: int) -> Any:
+    """A cache that holds ``state``, with room for the last of ``keys`` keys."""
+    if layer.is_linear:
+        cache = caches.ArraysCache(2)
+        cache[0], cache[1] = state["conv_state"], state["state"]
+        return cache
+    cache = caches.KVCache()
+    cache.keys, cache.values, cache.offset = state["keys"], state["values"], keys - 1
+    return cache
+
+
+def cache_state(cache: Any) -> list[mx.array]:
+    """The arrays that a cache holds, in the order of :func:`step_state`."""
+    return [cache[0], cache[1]] if isinstance(cache, caches.ArraysCache) else [cache.keys, cache.values]
+
+
+def form(layer: nn.Module) -> tuple[str, int, mx.Dtype]:
+    """A decoder layer's kind, gdn or gqa, its hidden size, and the dtype that it computes in."""
+    weight = layer.input_layernorm.weight
+    return "gdn" if layer.is_linear else "gqa", weight.size, weight.dtype
+
+
+def before_layers(model: nn.Module, tokens: mx.array) -> mx.array:
+    """A model's embedding: tokens [B, 1] → [B, 1, H]."""
+    return getattr(model, "language_model", model).model.embed_tokens(tokens)
+
+
+def after_layers(model: nn.Module, h: mx.array) -> mx.array:
+    """A model's final norm and output layer: h [B, 1, H] → logits [B, 1, V]."""
+    text = getattr(model, "language_model", model)
+    h = text.model.norm(h)
+    return text.model.embed_tokens.as_linear(h) if text.args.tie_word_embeddings else text.lm_head(h)
 
 
 def _wants_cache(cache: Any, cls: type, but: type | None = None) -> None:
@@ -215,8 +328,11 @@ def _linears(place: str, **modules: nn.Module) -> tuple[dict[str, QArray], dict[
     return arrays, {name: array.quant for name, array in arrays.items()}
 
 
-def _moe(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+def _moe(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Dims and weights of the MoE; None of a dense MLP, which is not ours to fuse."""
     moe, norm = layer.mlp, layer.post_attention_layernorm
+    if type(moe) is qwen3_next.Qwen3NextMLP:
+        return None
     if type(moe) is not qwen3_next.Qwen3NextSparseMoeBlock:
         raise RefusedError(f"mlp is a {type(moe).__name__}, not a sparse MoE block")
     if moe.sharding_group is not None:
@@ -238,33 +354,38 @@ def _moe(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         dims |= quants
     for node in ("o_proj_router", "norm_router", "post_norm"):
         weights[f"{node}.w_norm"] = norm.weight
-    weights["input_norm.w_norm"] = layer.input_layernorm.weight
     if norm.eps != layer.input_layernorm.eps:
         raise RefusedError(f"norms of one layer have eps {layer.input_layernorm.eps} and {norm.eps}")
-    E, I, H = weights["route_swiglu.w_gate"].shape
+    E, I, _ = weights["route_swiglu.w_gate"].shape
     return dims | {
-        "H": H,
         "E": E,
         "I": I,
         "Is": weights["route_swiglu.ws_gate"].shape[0],
         "k": moe.top_k,
         "norm_topk": bool(moe.norm_topk_prob),
-        "eps": norm.eps,
     }, weights
 
 
-def _gdn(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any], QArray]:
+def _gdn(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     m = layer.linear_attn
-    if type(m) is not qwen3_5.GatedDeltaNet:
-        raise RefusedError(f"linear_attn is a {type(m).__name__}")
-    if m.sharding_group is not None:
+    if getattr(m, "sharding_group", None) is not None:
         raise RefusedError("the mixer is sharded over a group")
     weights: dict[str, Any]
-    weights, dims = _linears("gdn_in_proj", w_qkv=m.in_proj_qkv, w_z=m.in_proj_z, w_b=m.in_proj_b, w_a=m.in_proj_a)
+    if type(m) is qwen3_5.GatedDeltaNet:
+        node, split = (
+            "gdn_in_proj",
+            {"w_qkv": m.in_proj_qkv, "w_z": m.in_proj_z, "w_b": m.in_proj_b, "w_a": m.in_proj_a},
+        )
+    elif type(m) is qwen3_next.Qwen3NextGatedDeltaNet:
+        node = "gdn_in_proj_merged"
+        split = {"w_qkvz": m.in_proj_qkvz, "w_ba": m.in_proj_ba}
+    else:
+        raise RefusedError(f"linear_attn is a {type(m).__name__}")
+    weights, dims = _linears(node, **split)
     weights |= {
-        "gdn_in_proj.w_conv": m.conv1d.weight,
-        "gdn_in_proj.A_log": m.A_log,
-        "gdn_in_proj.dt_bias": m.dt_bias,
+        f"{node}.w_conv": m.conv1d.weight,
+        f"{node}.A_log": m.A_log,
+        f"{node}.dt_bias": m.dt_bias,
         "gdn_gated_norm.w_norm": m.norm.weight,
     }
     if m.norm.eps != layer.input_layernorm.eps:
@@ -274,10 +395,11 @@ def _gdn(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any], QArray]:
     Hv, Dv, Dk = m.A_log.shape[0], m.norm.weight.shape[0], m.head_k_dim
     Nv = Hv * Dv
     sizes = {"C": C, "Kc": Kc, "Hv": Hv, "Dv": Dv, "Dk": Dk, "Hk": (C - Nv) // (2 * Dk), "Nv": Nv, "Ka": Nv}
-    return dims | sizes, weights, _linear("out_proj", m.out_proj)
+    w_o = weights["o_proj.w"] = _linear("out_proj", m.out_proj)
+    return dims | sizes | {"o_proj.w": w_o.quant, "merged": node == "gdn_in_proj_merged"}, weights
 
 
-def _gqa(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any], QArray]:
+def _gqa(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     m = layer.self_attn
     if type(m) is not qwen3_next.Qwen3NextAttention:
         raise RefusedError(f"self_attn is a {type(m).__name__}")
@@ -293,7 +415,8 @@ def _gqa(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any], QArray]:
     D = m.q_norm.weight.shape[0]
     Hq, Hkv = weights["gqa_in_proj.w_q"].shape[0] // (2 * D), weights["gqa_in_proj.w_k"].shape[0] // D
     sizes = {"D": D, "Hq": Hq, "Hkv": Hkv, "R": m.rope.dims, "theta": float(m.rope.base), "Ka": Hq * D}
-    return dims | sizes, weights, _linear("o_proj", m.o_proj)
+    w_o = weights["o_proj.w"] = _linear("o_proj", m.o_proj)
+    return dims | sizes | {"o_proj.w": w_o.quant}, weights
 
 
 def _fold(weights: Mapping[str, Any]) -> tuple[mx.array, mx.array]:
@@ -307,6 +430,51 @@ def _fold(weights: Mapping[str, Any]) -> tuple[mx.array, mx.array]:
     return folded
 
 
+def conversion(model: nn.Module) -> tuple[Callable[[str], bool], Callable[[str, nn.Module], Any]]:
+    """How mlx-lm's convert treats a model: whether a parameter is cast, and how a module is quantised, by path."""
+    keep = getattr(model, "cast_predicate", None) or (lambda _: True)
+    chosen = getattr(model, "quant_predicate", None) or (lambda *_: True)
+    return keep, lambda path, module: hasattr(module, "to_quantized") and chosen(path, module)
+
+
 def new_model(config: Mapping[str, Any]) -> nn.Module:
-    """An untrained model from a config.json's contents."""
-    return qwen3_5_moe.Model(qwen3_5_moe.ModelArgs.from_dict(dict(config)))
+    """An untrained model from a config.json's contents, of one of MODEL_TYPES."""
+    module = {"qwen3_5_moe": qwen3_5_moe, "qwen3_5": qwen3_5, "qwen3_next": qwen3_next}[config["model_type"]]
+    return module.Model(module.ModelArgs.from_dict(dict(config)))
+
+
+def vocabulary(model: nn.Module) -> int:
+    """How many tokens the model knows."""
+    return model.language_model.args.vocab_size
+
+
+def make_cache(model: nn.Module) -> list[Any]:
+    """mlx-lm's own caches for the model, empty."""
+    return caches.make_prompt_cache(model)
+
+
+def filled_caches(model: nn.Module, batch: int, context: int) -> Callable[[], list[Any]]:
+    """Caches as after ``context`` tokens, random inside; each call gives new ones over the same arrays."""
+    empty = make_cache(model)
+    mx.eval(model(mx.zeros((batch, 1), mx.int32), cache=empty), [c.state for c in empty])
+    held = []
+    for cache in empty:
+        if hasattr(cache, "keys"):
+            B, heads, _, D = cache.keys.shape
+            shape = (B, heads, -(-context // cache.step) * cache.step, D)
+            held.append([mx.random.normal(shape).astype(cache.keys.dtype) for _ in range(2)])
+        else:
+            held.append([0.1 * mx.random.normal(x.shape).astype(x.dtype) for x in cache.cache])
+    mx.eval(held)
+
+    def fresh() -> list[Any]:
+        caches = make_cache(model)
+        for cache, arrays in zip(caches, held, strict=True):
+            if hasattr(cache, "keys"):
+                cache.keys, cache.values = (mx.array(x) for x in arrays)
+                cache.offset = context
+            else:
+                cache.cache = list(arrays)
+        return caches
+
+    return fresh

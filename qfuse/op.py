@@ -62,6 +62,7 @@ class Op:
     library: the op stands for MLX's own kernels and has no text of ours.
     dispatches: GPU launches of one call.
     samples: named shapes for tests, each a dict of fields and of dims of the call.
+    touched: of tensors that one call reads or writes in part, the dims of that part; what bytes are counted by.
 
     And for the kernel, whose text is NAME.metal beside the module:
 
@@ -77,6 +78,7 @@ class Op:
     library: ClassVar[bool] = False
     dispatches: ClassVar[int] = 1
     samples: ClassVar[dict[str, dict[str, Any]]] = {}
+    touched: ClassVar[dict[str, str]] = {}
     kernel_needs: ClassVar[tuple[str, ...]] = ()
     tiles: ClassVar[str] = "1"
     dynamic: ClassVar[tuple[str, ...]] = ()
@@ -205,6 +207,8 @@ def _check(cls: type[Op], fields: set[str]) -> None:
         raise SpecError(f"[{place}] wants an output, got none")
     if taken := [name for name in attrs.fields_dict(Schedule) if name in fields or name in cls.specs]:
         raise SpecError(f"[{place}] wants names that a schedule leaves free, got {', '.join(taken)}")
+    if unknown := cls.touched.keys() - cls.specs.keys():
+        raise SpecError(f"[{place}.touched] wants tensors of the op, got {', '.join(sorted(unknown))}")
     read = {d.text for s in (cls.inputs() | cls.weights()).values() for d in s.dims if d.text.isidentifier()}
     for name, spec in cls.specs.items():
         if spec.kind == "out" and cls.select("handle"):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import attrs
 import mlx.core as mx
@@ -34,11 +35,24 @@ class Step:
     refusals: Mapping[str, str]
 
 
+class Traced(NamedTuple):
+    """An array of a trace; ``id`` tells it from the others."""
+
+    id: str
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.size
+
+
 @attrs.frozen
 class Primitive:
     """One primitive that MLX records while a plan is traced.
 
     name: MLX's name. kernel: the kernel's name for a CustomKernel. source: its full generated text.
+    arguments: its state, as MLX gives it.
     """
 
     name: str
@@ -46,6 +60,9 @@ class Primitive:
     source: str = attrs.field(default="", repr=False)
     grid: tuple[int, int, int] | None = None
     threadgroup: tuple[int, int, int] | None = None
+    inputs: tuple[Traced, ...] = ()
+    outputs: tuple[Traced, ...] = ()
+    arguments: tuple[Any, ...] = attrs.field(default=(), repr=False)
 
     @property
     def is_view(self) -> bool:
@@ -93,21 +110,27 @@ class Plan:
             raise SpecError(f"[{self.graph.name}] wants {len(self.inputs)} inputs, got {len(inputs)}")
         if until is not None and until not in {step.node.name for step in self.steps}:
             raise SpecError(f"[{self.graph.name}] wants a node of the graph, got {until}")
-        slots = [*inputs, *self._spare]
         seen = dict(zip(self.inputs, inputs, strict=True))
-        for step in self.steps:
-            op, name = step.node.op, step.node.name
-            arguments = [slots[i] for i in step.reads]
-            values = dict(zip(op.inputs(), arguments, strict=True))
-            env = bind(f"{self.graph.name}.{name}", op.inputs().items(), values, op.constants())
-            results = op.as_tuple(step.call(*arguments))
-            outs = op.select("out")
-            bind(f"{self.graph.name}.{name}", outs.items(), dict(zip(outs, results, strict=True)), env)
-            for out, slot, value in zip(outs, step.writes, results, strict=True):
-                slots[slot] = seen[f"{name}.{out}"] = value
+        for step, _, results in self.walk(*inputs):
+            name = step.node.name
+            seen |= {f"{name}.{out}": value for out, value in results.items()}
             if name == until:
                 break
         return seen
+
+    def walk(self, *inputs: Any) -> Iterator[tuple[Step, dict[str, Any], dict[str, Any]]]:
+        """Run node by node: each step with its arguments and its results by name, checked against their specs."""
+        slots = [*inputs, *self._spare]
+        for step in self.steps:
+            op, place = step.node.op, f"{self.graph.name}.{step.node.name}"
+            values = dict(zip(op.inputs(), [slots[i] for i in step.reads], strict=True))
+            env = bind(place, op.inputs().items(), values, op.constants())
+            outs = op.select("out")
+            results = dict(zip(outs, op.as_tuple(step.call(*values.values())), strict=True))
+            bind(place, outs.items(), results, env)
+            for slot, value in zip(step.writes, results.values(), strict=True):
+                slots[slot] = value
+            yield step, values, results
 
     def trace(self, *inputs: Any) -> list[Primitive]:
         """The primitives that MLX records for one run, in order, without running any of them.
@@ -150,15 +173,24 @@ class Plan:
         return "\n".join(lines)
 
 
-def build(graph: Graph, weights: Mapping[str, mx.array | QArray], names: Sequence[str] | None = None) -> Plan:
+Refuses = Callable[[backends.Backend, Node, backends.Weights], str | None]
+
+
+def build(
+    graph: Graph,
+    weights: Mapping[str, mx.array | QArray],
+    names: Sequence[str | backends.Backend] = ("reference",),
+    refuses: Refuses | None = None,
+) -> Plan:
     """Flatten ``graph``, each node lowered by the first of the backends in ``names`` that takes its op.
 
-    weights: by ``node.spec`` name, kept by reference. names: default :func:`qfuse.backends.default`; an op that none
-    of them takes falls to the reference, with every reason in the report.
-    A backend need not run here: its plans can be traced anywhere.
+    weights: by ``node.spec`` name, kept by reference. names: backends, or their names; an op that none of them takes
+    falls to the reference, with every reason in the report. A backend need not run here: its plans can be traced
+    anywhere. refuses: why a backend is not to run a node with these weights, or None; default what the backend says of
+    the op, with nothing probed as fuse() does.
     Raises SpecError when a weight is missing or does not fit, ValueError on an unknown backend.
     """
-    chosen = [backends.find(name) for name in (names or backends.default())]
+    chosen = [backends.find(name) for name in names]
     slot_of: dict[tuple[str, str], int] = {(name, name): i for i, name in enumerate(graph.inputs())}
     absent = len(slot_of)  # stays None, for optional inputs that the graph does not wire
     next_slot = absent + 1
@@ -174,8 +206,8 @@ def build(graph: Graph, weights: Mapping[str, mx.array | QArray], names: Sequenc
         bind(f"{graph.name}.{node.name}", node.op.weights().items(), bound, node.op.constants())
         refusals: dict[str, str] = {}
         backend: backends.Backend = backends.BACKENDS["reference"]
-        for candidate in chosen:
-            reason = candidate.refuses(node.op)
+        for candidate in () if node.op.library else chosen:
+            reason = refuses(candidate, node, bound) if refuses else candidate.refuses(node.op)
             if reason is None:
                 backend = candidate
                 break
@@ -191,8 +223,9 @@ def build(graph: Graph, weights: Mapping[str, mx.array | QArray], names: Sequenc
 
 
 def _primitive(event: Mapping[str, Any]) -> Primitive:
-    name = event["name"]
+    name, arguments = event["name"], tuple(event["arguments"])
+    inputs, outputs = (tuple(Traced(*array) for array in event[key]) for key in ("inputs", "outputs"))
     if name != "CustomKernel":
-        return Primitive(name)
-    kernel, source, *sizes = event["arguments"][:8]
-    return Primitive(name, kernel, source, tuple(sizes[:3]), tuple(sizes[3:]))
+        return Primitive(name, inputs=inputs, outputs=outputs, arguments=arguments)
+    kernel, source, *sizes = arguments[:8]
+    return Primitive(name, kernel, source, tuple(sizes[:3]), tuple(sizes[3:]), inputs, outputs, arguments)

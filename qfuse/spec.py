@@ -9,10 +9,10 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import CodeType
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import mlx.core as mx
@@ -122,6 +122,11 @@ class QArray:
     def parts(self) -> list[mx.array]:
         """The arrays that exist, in buffer order."""
         return [part for part in (self.weight, self.scales, self.biases) if part is not None]
+
+    def map(self, change: Callable[[mx.array], mx.array]) -> Self:
+        """The same layer with each of its arrays changed."""
+        scales, biases = (None if part is None else change(part) for part in (self.scales, self.biases))
+        return attrs.evolve(self, weight=change(self.weight), scales=scales, biases=biases)
 
     def dense(self) -> mx.array:
         """The float array [..., N, K]: ``scale·code + bias`` (MLX's mx.dequantize)."""

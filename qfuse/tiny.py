@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from .models import new_model
+from .models import conversion, new_model
 
 END = "<|endoftext|>"
 BYTES = 256
@@ -77,11 +77,10 @@ def randomise(model: nn.Module, seed: int) -> None:
 
 def settle(model: nn.Module, *, bits: int, group: int, dtype: mx.Dtype) -> None:
     """Cast and quantise as mlx-lm's convert does: A_log in f32, router and shared gate 8-bit, then evaluate."""
-    keep = model.cast_predicate
+    keep, quantised = conversion(model)
     parameters = tree_flatten(model.parameters())
     model.update(tree_unflatten([(name, x.astype(dtype) if keep(name) else x) for name, x in parameters]))
-    predicate = model.quant_predicate
-    nn.quantize(model, group, bits, class_predicate=lambda path, m: hasattr(m, "to_quantized") and predicate(path, m))
+    nn.quantize(model, group, bits, class_predicate=quantised)
     mx.eval(model.parameters())
     model.eval()
 

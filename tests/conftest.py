@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from qfuse import backends, models, tiny
+from qfuse import REGISTRY, backends, models, tiny
 
 
 def make_model(
@@ -50,3 +50,11 @@ def sim() -> str:
     if reason := backends.BACKENDS["sim"].unavailable():
         pytest.skip(reason)
     return "sim"
+
+
+@pytest.fixture
+def no_6_bits(monkeypatch: pytest.MonkeyPatch):
+    """Kernels that refuse weights of 6 bits, to see what becomes of a refusal."""
+    for cls in REGISTRY.values():
+        needs = tuple(need.replace("5, 6, 8)", "5, 8)") for need in cls.kernel_needs)
+        monkeypatch.setattr(cls, "kernel_needs", needs)

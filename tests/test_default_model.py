@@ -17,7 +17,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model
 
-from qfuse import build, fuse, graphs, models, tiny
+from qfuse import build, fuse, generate, graphs, models, tiny
 from qfuse.load import DEFAULT
 
 # From Persuasion, chapter 9; not in the text that it was trained on.
@@ -201,3 +201,9 @@ def test_in_4_bits():
     expected = steps(model, cut)
     with fuse(model, backends="reference", strict=True):
         assert rms(steps(model, cut) - expected) < 1e-4 * rms(expected)
+
+
+def test_a_word_after_the_prompt_is_parted_from_it(loaded):
+    net, tokenizer = loaded
+    run = generate.generate(net, tokenizer, generate.encode(tokenizer, "She was not a woman to"), 3)
+    assert run.text.startswith(" ")

@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 
 from qfuse import REGISTRY
+from qfuse.backends.sim import SimBackend
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,3 +48,16 @@ def test_adding_an_op_has_an_op_that_runs():
     finally:
         REGISTRY.pop("scale_add", None)
         del sys.modules["scale_add_example"]
+
+
+@pytest.mark.skipif(bool(SimBackend().unavailable()), reason=str(SimBackend().unavailable()))
+def test_the_simulator_finds_what_its_page_says(capsys):
+    (example,) = blocks("docs/simulator.md")
+    exec(compile(example, "docs/simulator.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert said
+    assert said in (ROOT / "docs/simulator.md").read_text("utf-8")
+    mended = example.replace("all[i] = x[i];", "all[i] = x[i]; threadgroup_barrier(mem_flags::mem_threadgroup);")
+    exec(compile(mended, "docs/simulator.md", "exec"), names := {})
+    assert names["reverse"].findings == []
+    assert capsys.readouterr().out == ""

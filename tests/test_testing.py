@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from qfuse import REGISTRY, SpecError
+from qfuse.backends.sim import SimBackend, SimulationError
 from qfuse.testing import closeness, compare, opcheck, oracle, sample
 
 MODULE = '''
@@ -76,6 +77,14 @@ def test_a_wrong_kernel_is_reported(scaled_sum, old, new, message, sim):
         opcheck(*sample(scaled_sum(BODY.replace(old, new))), backend=sim)
 
 
+def test_a_fault_that_leaves_the_result_right_is_found_by_the_simulator_in_full(scaled_sum, sim):
+    all_write = "y[0] = T((float(a[0]) + float(b[0])) * float(w[0]));\n"
+    op, arguments = sample(scaled_sum(BODY + all_write))
+    opcheck(op, arguments, SimBackend())
+    with pytest.raises((AssertionError, SimulationError), match=r"scaled_sum.metal:\d: \w+: .*y\[0\]"):
+        opcheck(op, arguments, sim)
+
+
 def test_a_backend_that_gives_another_result_the_second_time_is_reported(scaled_sum):
     class Restless:
         """Adds a little more at every call."""
@@ -121,6 +130,11 @@ def test_a_sample_is_the_same_for_a_seed_and_lies_in_its_domain():
     assert 0 <= a["g"].min().item() <= a["g"].max().item() < 1
 
 
+def test_a_sample_never_masks_everything():
+    for seed in range(20):
+        assert sample(REGISTRY["gdn_step"], "production", seed=seed)[1]["mask"].any().item()
+
+
 def test_closeness_passes_twice_the_working_error_and_no_more():
     oracle = mx.array(np.random.default_rng(0).standard_normal(1000).astype(np.float32))
     assert closeness(oracle + 1.9e-3, oracle + 1e-3, oracle).ratio <= 1
@@ -150,4 +164,4 @@ def test_a_wrong_result_is_reported_with_op_output_index_values_and_ratio():
     out = oracle(op, arguments)["out"]
     out[1, 2] = 99
     with pytest.raises(AssertionError, match=r"^\[moe_combine.out\] at \[1, 2\] wants \S+, got 99; error / allowed = "):
-        compare(op, {"out": out}, arguments)
+        compare(op, {"out": out.astype(mx.bfloat16)}, arguments)

@@ -106,7 +106,8 @@ def sample(model: nn.Module, tokenizer: Any, prompt: str, temperature: float) ->
     """100 tokens; temperature 0 is what ``qfuse generate`` does."""
     mx.random.seed(0)
     text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=100, sampler=make_sampler(temperature))
-    return textwrap.fill(f"**{prompt}**{text}", 110, initial_indent="> ", subsequent_indent="> ")
+    space = " " if text[:1].isalnum() else ""  # mlx-lm leaves out the one that the text begins with
+    return textwrap.fill(f"**{prompt}**{space}{text}", 110, initial_indent="> ", subsequent_indent="> ")
 
 
 def card(record: dict[str, Any], **measured: Any) -> str:
@@ -147,6 +148,7 @@ def main() -> None:
             rows.insert(0, f"| {bits}-bit | {' | '.join(f'{figure:.3f}' for figure in figures)} |")
             print(rows[0], flush=True)
         model, tokenizer = mlx_lm.load(str(folder))
+        model.set_dtype(mx.float32)
         text = card(
             record,
             **{kind: size([*(options.corpus / "train").glob(f"{kind}-*.txt")]) / 1e6 for kind in KINDS},

@@ -240,7 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=Path("corpus"))
     parser.add_argument("--out", type=Path, default=Path("trained"))
-    parser.add_argument("--steps", type=int, default=1700)
+    parser.add_argument("--steps", type=int, default=2200)
     parser.add_argument("--warmup", type=int, default=100)
     parser.add_argument("--batch", type=int, default=64, help="windows a step")
     parser.add_argument("--length", type=int, default=512, help="tokens a window")

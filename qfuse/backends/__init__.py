@@ -14,9 +14,13 @@ Weights = Mapping[str, mx.array | QArray]
 
 
 class Backend(Protocol):
-    """What a backend offers. ``lower`` is called once per node, its result once per token."""
+    """What a backend offers. ``lower`` is called once per node, its result once per token.
+
+    probes: whether fuse() checks each distinct op on it before it is used, as it does where kernels are compiled.
+    """
 
     name: str
+    probes: bool
 
     def unavailable(self) -> str | None:
         """Why nothing can run here, or None."""
@@ -31,34 +35,45 @@ class Backend(Protocol):
         """
 
 
-from . import metal, reference, sim  # noqa: E402 (the protocol above is what a backend module imports)
+from . import cuda, metal, reference, sim  # noqa: E402 (the protocol above is what a backend module imports)
 
 BACKENDS: dict[str, Backend] = {
     "reference": reference.ReferenceBackend(),
     "metal": metal.MetalBackend(),
+    "cuda": cuda.CudaBackend(),
     "sim": sim.SimBackend(),
 }
 
 
-def find(name: str) -> Backend:
-    """The backend called ``name``, whether it can run here or not. Raises ValueError on an unknown name."""
+def find(name: str | Backend) -> Backend:
+    """The backend called ``name``, whether it can run here or not; a backend is itself.
+
+    Raises ValueError on an unknown name.
+    """
+    if not isinstance(name, str):
+        return name
     if name not in BACKENDS:
         raise ValueError(f"[backend] wants one of {', '.join(BACKENDS)}, got {name}")
     return BACKENDS[name]
 
 
-def get(name: str) -> Backend:
-    """The backend called ``name``. Raises ValueError on an unknown name, RuntimeError where it cannot run."""
+def get(name: str | Backend, *, full: bool = False) -> Backend:
+    """The backend called ``name``, or a backend as it is. full: the one of that name that looks for every fault it can.
+
+    Raises ValueError on an unknown name or one without full checks, RuntimeError where it cannot run.
+    """
     backend = find(name)
     if reason := backend.unavailable():
-        raise RuntimeError(f"[backend] wants one that runs here, got {name}: {reason}")
-    return backend
+        raise RuntimeError(f"[backend] wants one that runs here, got {backend.name}: {reason}")
+    if full and not isinstance(backend, sim.SimBackend):
+        raise ValueError(f"[backend] wants sim for full checks, got {backend.name}, which has none")
+    return sim.SimBackend(full=True) if full else backend
 
 
 def default() -> tuple[str, ...]:
-    """The backends tried when none are named: the reference, which is right everywhere.
+    """The backends that fuse() tries when none are named: metal where there is a device, otherwise the reference.
 
-    A GPU's is not chosen by itself: its texts agree with the references in the simulator, but no Metal device has run
-    them yet, and nothing checks them when a model is loaded.
+    No Metal device has run the texts yet. That they are chosen is safe because fuse() probes each distinct op against
+    its reference when a model is loaded, and one that fails is left to the reference.
     """
-    return ("reference",)
+    return ("metal",) if BACKENDS["metal"].unavailable() is None else ("reference",)

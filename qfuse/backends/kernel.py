@@ -6,8 +6,9 @@ includes put before it as the header. Only constants that the text mentions are 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -16,11 +17,14 @@ from typing import Any
 import attrs
 import mlx.core as mx
 
+from .. import tune
 from ..op import Op, Schedule
 from ..spec import DTYPES, QArray, Quant, Spec, parse
 from . import Weights
 
 METAL_TYPES = {"f32": "float", "bf16": "bfloat16_t", "f16": "half", "i32": "int", "u32": "uint", "bool": "bool"}
+SHARED = Path(__file__).parent.parent / "ops"
+"""Where an include is looked for that is not beside its text: the device code that ops from elsewhere may use."""
 SIMD = 32
 MAX_THREADS = 512
 MAX_LAUNCHES = 256
@@ -62,10 +66,16 @@ def render(
     for name, spec in (op.inputs() | op.weights()).items():
         if not spec.optional or name in present:
             inputs += [name, f"{name}_scales", f"{name}_biases"] if spec.kind == "qweight" else [name]
-    prelude = _prelude(op, env, present, schedule, body)
+    prelude = _prelude(op, env, present, whole_words(op, schedule), body)
     source = "\n".join([*prelude, f'#line 1 "{path.name}"', body] if lines else [*prelude, body]) + "\n"
     digest = sha256((header + source).encode()).hexdigest()[:8]
     return KernelText(f"{op.name}_{digest}", header, source, tuple(inputs), tuple(op.select("out")))
+
+
+def whole_words(op: Op, schedule: Schedule) -> Schedule:
+    """The schedule, with as many inputs taken at a time as fill whole words of every weight: 32 of 3 bits, 16 of 2."""
+    widths = [value.bits for value in op.constants().values() if isinstance(value, Quant) and value.bits]
+    return attrs.evolve(schedule, take=max([schedule.take, *[32 // math.gcd(bits, 32) for bits in widths]]))
 
 
 def _prelude(op: Op, env: Mapping[str, Any], present: frozenset[str], schedule: Schedule, body: str) -> list[str]:
@@ -108,19 +118,33 @@ def _load(path: Path, lines: bool) -> tuple[str, str]:
             include = re.fullmatch(r'#include "(.+)"', line)
             if include and include[1] not in headers:
                 headers[include[1]] = ""
-                text = read(file.with_name(include[1]))
+                beside = file.with_name(include[1])
+                text = read(beside if beside.is_file() else SHARED / include[1])
                 del headers[include[1]]  # after what it includes itself
                 headers[include[1]] = f'#line 1 "{include[1]}"\n{text}' if lines else text
             kept.append("" if include else line)
-        return "\n".join(kept if lines else map(_tighten, filter(None, kept)))
+        return "\n".join(kept if lines else _fill(map(tighten, filter(None, kept))))
 
     body = read(path)
     return "".join(f"{text}\n" for text in headers.values()), body
 
 
-def _tighten(line: str) -> str:
+def tighten(line: str) -> str:
     """A line without the spaces that part no two words and no two operators."""
-    return line if line.startswith("#") else re.sub(r"(?<=\w) (?=[^\w\s])|(?<=[^\w\s]) (?=\w)", "", line)
+    spare = r"(?<=\w) (?=[^\w\s])|(?<=[^\w\s]) (?=\w)|(?<=[(){}\[\];,]) | (?=[(){}\[\];,])"
+    return line if line.startswith("#") else re.sub(spare, "", line)
+
+
+def _fill(lines: Iterable[str]) -> list[str]:
+    """Lines joined where one ends in a bracket, comma or semicolon, to a width that a compiler's error can quote."""
+    filled: list[str] = []
+    for line in lines:
+        last = filled[-1] if filled else "#"
+        if last[-1] in "(){};,>" and "#" not in (last[0], line[0]) and len(last + line) <= 120:
+            filled[-1] += line
+        else:
+            filled.append(line)
+    return filled
 
 
 class KernelBackend:
@@ -130,6 +154,7 @@ class KernelBackend:
     """
 
     name: str
+    probes = True
     lines = False
 
     def __init__(self) -> None:
@@ -143,18 +168,12 @@ class KernelBackend:
         return None
 
     def refuses(self, op: Op) -> str | None:
-        if op.library:
-            return None
         if not op.source().is_file():
             return f"no {op.source().name}"
         return op.unmet()
 
     def lower(self, op: Op, weights: Weights) -> Callable[..., Any]:
-        if op.library:
-            from .reference import ReferenceBackend
-
-            return ReferenceBackend().lower(op, weights)
-        return Lowered(self, op, weights, op.schedule(self.name))
+        return Lowered(self, op, weights)
 
     def kernel(self, text: KernelText) -> Callable[..., Any]:
         """The compiled kernel of a text, made once."""
@@ -164,9 +183,12 @@ class KernelBackend:
 
 
 class Lowered:
-    """One node on one backend: prepares a launch for each set of input shapes it meets, then only launches."""
+    """One node on one backend: prepares a launch for each set of input shapes it meets, then only launches.
 
-    def __init__(self, backend: KernelBackend, op: Op, weights: Weights, schedule: Schedule) -> None:
+    schedule: by default the one tuned for those shapes on this device, or else the op's own for the backend.
+    """
+
+    def __init__(self, backend: KernelBackend, op: Op, weights: Weights, schedule: Schedule | None = None) -> None:
         self.backend = backend
         self.op = op
         self.weights = dict(weights)
@@ -195,13 +217,14 @@ class Lowered:
 
     def prepare(self, *inputs: mx.array | None) -> Launch:
         """Check the arguments, render and compile for their shapes. Raises SpecError on arguments that do not fit."""
-        values = dict(zip(self._names, inputs, strict=True))
-        env = self.op.bind(values | self.weights)
-        present = frozenset(name for name, value in values.items() if value is not None)
-        text = render(self.op, env, present, self.schedule, lines=self.backend.lines)
-        tiles = max(1, parse(self.op.tiles).value({**env, **attrs.asdict(self.schedule)}))
-        groups = min(tiles, self.schedule.cap) if self.schedule.cap else tiles
-        threads = SIMD * self.schedule.simdgroups
+        env = self.op.bind(dict(zip(self._names, inputs, strict=True)) | self.weights)
+        schedule = self.schedule or self.op.schedule(self.backend.name)
+        text = self.text(schedule, *inputs)
+        if self.schedule is None and (tuned := tune.best(self.backend.name, text.name)):
+            schedule, text = tuned, self.text(tuned, *inputs)
+        tiles = max(1, parse(self.op.tiles).value({**env, **attrs.asdict(schedule)}))
+        groups = min(tiles, schedule.cap) if schedule.cap else tiles
+        threads = SIMD * schedule.simdgroups
         outs = self.op.select("out").values()
         return Launch(
             self.backend.kernel(text),
@@ -210,6 +233,13 @@ class Lowered:
             tuple(tuple(dim.value(env) for dim in spec.dims) for spec in outs),
             tuple(_dtype(spec, env) for spec in outs),
         )
+
+    def text(self, schedule: Schedule, *inputs: mx.array | None) -> KernelText:
+        """The text for the inputs' shapes under a schedule."""
+        values = dict(zip(self._names, inputs, strict=True))
+        env = self.op.bind(values | self.weights)
+        present = frozenset(name for name, value in values.items() if value is not None)
+        return render(self.op, env, present, schedule, lines=self.backend.lines)
 
 
 def _parts(array: mx.array | QArray) -> list[mx.array]:

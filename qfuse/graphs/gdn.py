@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..ops import GDNGatedNorm, GDNInProj, GDNQKNorm, GDNStep, RMSNorm
+from ..ops import GDNGatedNorm, GDNInProj, GDNInProjMerged, GDNQKNorm, GDNStep, RMSNorm
 from .graph import Dims, Graph, make
 from .moe import with_router
 
@@ -10,7 +10,7 @@ from .moe import with_router
 def gdn_mixer(dims: Dims, *, masked: bool = False) -> Graph:
     """x [B, H], conv_state, state → a [B, Hv·Dv], conv_state_next, state_next: 5 dispatches.
 
-    masked: take a mask [B], false for rows that stand still.
+    masked: take a mask [B], false for rows that stand still. dims["merged"]: the projections are Qwen3-Next's.
     """
     g = Graph("gdn_mixer")
     x = g.input("x", "B, H")
@@ -19,7 +19,7 @@ def gdn_mixer(dims: Dims, *, masked: bool = False) -> Graph:
     mask = g.input("mask", "B", "bool") if masked else None
 
     n = make(RMSNorm, dims, "input_norm")(x=x, node="input_norm")
-    p = make(GDNInProj, dims)(n=n, conv_state=conv_state, mask=mask)
+    p = make(GDNInProjMerged if dims.get("merged") else GDNInProj, dims)(n=n, conv_state=conv_state, mask=mask)
     q, k = make(GDNQKNorm, dims)(qkv=p.qkv)
     s = make(GDNStep, dims)(q=q, k=k, qkv=p.qkv, g=p.g, beta=p.beta, state=state, mask=mask)
     a = make(GDNGatedNorm, dims)(y=s.y, z=p.z)

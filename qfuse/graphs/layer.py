@@ -1,20 +1,32 @@
-"""Whole decoder layers, composed of a mixer and a MoE."""
+"""Whole decoder layers, composed of a mixer and a MoE, and their two halves where upstream runs the other."""
 
 from __future__ import annotations
 
+from ..ops import Linear
 from .gdn import gdn, gdn_mixer
 from .gqa import gqa, gqa_mixer
-from .graph import Dims, Graph
-from .moe import experts, moe_5
+from .graph import Dims, Graph, make
+from .moe import experts, moe_5, moe_only
+
+MIXERS = {"gdn": (gdn_mixer, gdn), "gqa": (gqa_mixer, gqa)}
 
 
-def layer(kind: str, dims: Dims, *, masked: bool = False, moe: str = "moe_4") -> Graph:
+def layer(kind: str, dims: Dims, *, masked: bool = False, moe: str = "moe_4", part: str = "layer") -> Graph:
     """A decoder layer of ``kind`` gdn (9 nodes) or gqa (10 nodes): x → out, and the state that goes with the kind.
 
-    moe: ``moe_4``, or ``moe_5`` with the output projection a plain layer (one node more).
+    masked: take a mask, as the kind's mixer does. moe: ``moe_4``, or ``moe_5`` with the output projection a plain layer
+    (one node more). part: ``layer``; ``mixer``, which ends with the output projection, x → r; or ``moe``, r, x → out.
     """
+    if part == "moe":
+        return moe_only(dims)
+    mixer, joined = MIXERS[kind]
+    if part == "mixer":
+        g = Graph(f"{kind}_mixer_layer")
+        m = vars(g.include(mixer(dims, masked=masked), **g.inputs_of(mixer(dims, masked=masked))))
+        r = make(Linear, {**dims, "N": dims["H"], "K": dims["Ka"]}, "o_proj")(x=m.pop("a"), node="o_proj")
+        g.output(r=r, **m)
+        return g
     g = Graph(f"{kind}_layer" if moe == "moe_4" else f"{kind}_layer_{moe}")
-    mixer, joined = {"gdn": (gdn_mixer, gdn), "gqa": (gqa_mixer, gqa)}[kind]
     inputs = g.inputs_of(mixer(dims, masked=masked))
     if moe == "moe_4":
         m = vars(g.include(joined(dims, masked=masked), **inputs))

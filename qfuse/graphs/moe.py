@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..ops import ExpertDown, Linear, MOECombine, NormRouter, OProjRouter, RMSNorm, Router, RouteSwiglu, Swiglu
 from .graph import Dims, Graph, make
 
@@ -32,11 +34,7 @@ def with_router(name: str, mixer: Graph, dims: Dims) -> Graph:
 
 def moe_4(dims: Dims) -> Graph:
     """a [B, Ka], x → out: the 4-dispatch MoE, with the output projection and the folded router in its first."""
-    g = Graph("moe_4")
-    a, x = g.input("a", "B, Ka"), g.input("x", "B, H")
-    s = make(OProjRouter, dims)(a=a, x=x)
-    g.output(out=g.include(experts(dims), h=s.h, hw=s.hw, x2=s.x2, router_dot=s.router_dot).out)
-    return g
+    return _routed("moe_4", OProjRouter, dims, a="B, Ka", x="B, H")
 
 
 def moe_5(dims: Dims) -> Graph:
@@ -50,10 +48,15 @@ def moe_5(dims: Dims) -> Graph:
 
 def moe_only(dims: Dims) -> Graph:
     """r [B, H], x → out: the MoE of a layer whose mixer, with output r, is upstream's; 4 dispatches."""
-    g = Graph("moe_only")
-    r, x = g.input("r", "B, H"), g.input("x", "B, H")
-    s = make(NormRouter, dims)(r=r, x=x)
-    g.output(out=g.include(experts(dims), h=s.h, hw=s.hw, x2=s.x2, router_dot=s.router_dot).out)
+    return _routed("moe_only", NormRouter, dims, r="B, H", x="B, H")
+
+
+def _routed(name: str, cls: type[OProjRouter | NormRouter], dims: Dims, **inputs: str) -> Graph:
+    """``inputs``, each with its shape → out: an op with the router in it, whose outputs the experts take."""
+    g = Graph(name)
+    refs: dict[str, Any] = {arg: g.input(arg, shape) for arg, shape in inputs.items()}
+    seam = make(cls, dims)(**refs)
+    g.output(out=g.include(experts(dims), **seam._asdict()).out)
     return g
 
 

@@ -3,6 +3,7 @@
 from .expert_down import ExpertDown
 from .gdn_gated_norm import GDNGatedNorm
 from .gdn_in_proj import GDNInProj
+from .gdn_in_proj_merged import GDNInProjMerged
 from .gdn_qk_norm import GDNQKNorm
 from .gdn_step import GDNStep
 from .gqa_in_proj import GQAInProj
@@ -23,6 +24,7 @@ __all__ = [
     "ExpertDown",
     "GDNGatedNorm",
     "GDNInProj",
+    "GDNInProjMerged",
     "GDNQKNorm",
     "GDNStep",
     "GQAInProj",

@@ -1,10 +1,9 @@
-#include "gemv.h"
-#include "silu.h"
+#include "gdn_in_proj.h"
 // A simdgroup takes `rows` rows of one of the four matrices; then each lane finishes one of their products.
-constexpr int QKV = (C + rows - 1) / rows, Z = QKV + (Hv * Dv + rows - 1) / rows;
-constexpr int BETA = Z + (Hv + rows - 1) / rows, G = BETA + (Hv + rows - 1) / rows;
-const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
-const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
+constexpr int QKV = (C + rows - 1) / rows, Z = QKV + (Hv * Dv + rows - 1) / rows,
+              BETA = Z + (Hv + rows - 1) / rows, G = 2 * BETA - Z;
+const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups,
+          start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
 for (int i = start; i < G; i += step) {
   float acc[rows][B] = {};
   const int row = (i - (i < QKV ? 0 : i < Z ? QKV : i < BETA ? Z : BETA)) * rows;
@@ -20,26 +19,20 @@ for (int i = start; i < G; i += step) {
   for (int j = lane; j < rows * B; j += 32) {
     const int b = j / rows, c = row + j % rows;
     float value = gemv_pick(acc, j % rows, b);
-    if (i < QKV && c < C) {
+    if (i < QKV) {
+      if (c >= C) continue;
 #if HAS_MASK
       if (!mask[b]) value = 0;
 #endif
-      const S last = S(value);
-      float conv = float(last) * float(w_conv[c * Kc + Kc - 1]);
-      for (int t = 0; t < Kc - 1; ++t) {
-        const int at = (b * (Kc - 1) + t) * C + c;
-        conv += float(conv_state[at]) * float(w_conv[c * Kc + t]);
-        conv_state_next[at] = t < Kc - 2 ? conv_state[at + C] : last;
+      qkv[b * C + c] = T(gdn_conv<C, Kc>(value, b, c, conv_state, conv_state_next, w_conv));
+    } else if (i < Z) {
+      if (c < Hv * Dv) z[b * Hv * Dv + c] = silu(value);
+    } else if (c < Hv) {
+      if (i < BETA) {
+        beta[b * Hv + c] = sigmoid(value);
+      } else {
+        g[b * Hv + c] = gdn_decay(value + float(dt_bias[c]), float(A_log[c]));
       }
-      qkv[b * C + c] = T(silu(conv));
-    } else if (i >= QKV && i < Z && c < Hv * Dv) {
-      z[b * Hv * Dv + c] = silu(value);
-    } else if (i >= Z && i < BETA && c < Hv) {
-      beta[b * Hv + c] = sigmoid(value);
-    } else if (i >= BETA && c < Hv) {
-      const float x = value + float(dt_bias[c]);
-      const float softplus = metal::max(x, 0.0f) + metal::log(1.0f + metal::exp(-metal::abs(x)));
-      g[b * Hv + c] = metal::exp(-metal::exp(float(A_log[c])) * softplus);
     }
   }
 }

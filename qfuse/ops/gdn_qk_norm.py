@@ -20,6 +20,7 @@ class GDNQKNorm(Op):
     q = Out("B, Hk, Dk")
     k = Out("B, Hk, Dk")
 
+    touched = {"qkv": "B, 2*Hk*Dk"}
     tiles = "(B * 2 * Hk + simdgroups - 1) // simdgroups"
     schedules = {"metal": Schedule(simdgroups=1)}
     samples = {

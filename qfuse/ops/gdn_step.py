@@ -29,6 +29,7 @@ class GDNStep(Op):
     y = Out("M, Hv, Dv")
     state_next = Out("B, Hv, Dv, Dk", "f32")
 
+    touched = {"qkv": "M, Hv*Dv"}
     needs = ("Hv % Hk == 0",)
     kernel_needs = ("Dk % 32 == 0",)
     tiles = "(B * Hv * Dv + simdgroups - 1) // simdgroups"

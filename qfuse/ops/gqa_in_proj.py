@@ -25,7 +25,12 @@ class GQAInProj(Op):
     keys = Out("B, Hkv, D")
     values = Out("B, Hkv, D")
 
-    kernel_needs = ("w_q.bits in (4, 8)", "w_k.bits in (4, 8)", "w_v.bits in (4, 8)", "H % 32 == 0")
+    kernel_needs = (
+        "w_q.bits in (2, 3, 4, 5, 6, 8)",
+        "w_k.bits in (2, 3, 4, 5, 6, 8)",
+        "w_v.bits in (2, 3, 4, 5, 6, 8)",
+        "H % 32 == 0",
+    )
     tiles = "((2*Hq*D + rows - 1) // rows + 2 * ((Hkv*D + rows - 1) // rows) + simdgroups - 1) // simdgroups"
     samples = {
         "production": {"H": 2048, "Hq": 16, "Hkv": 2, "D": 256, "B": 1},

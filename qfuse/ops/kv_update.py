@@ -18,6 +18,7 @@ class KVUpdate(Op):
     k_cache = Out("B, Hkv, A, D")
     v_cache = Out("B, Hkv, A, D")
 
+    touched = {"k_cache": "B, Hkv, 1, D", "v_cache": "B, Hkv, 1, D"}
     library = True
     dispatches = 2
 

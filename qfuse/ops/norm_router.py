@@ -26,7 +26,7 @@ class NormRouter(Op):
     x2 = Out("B, (H + part - 1) // part", "f32")
     router_dot = Out("B, E", "f32")
 
-    kernel_needs = ("w_router.bits in (4, 8)", "H % 32 == 0")
+    kernel_needs = ("w_router.bits in (2, 3, 4, 5, 6, 8)", "H % 32 == 0")
     tiles = "((E + rows - 1) // rows + B * ((H + part - 1) // part) + simdgroups - 1) // simdgroups"
     samples = {
         "production": {"H": 2048, "E": 256, "B": 1},

@@ -30,7 +30,7 @@ class OProjRouter(Op):
     x2 = Out("B, (H + part - 1) // part", "f32")
     router_dot = Out("B, E", "f32")
 
-    kernel_needs = ("w_o.bits in (4, 8)", "Ka % 32 == 0", "H % 8 == 0")
+    kernel_needs = ("w_o.bits in (2, 3, 4, 5, 6, 8)", "Ka % 32 == 0", "H % 8 == 0")
     tiles = "(H + part - 1) // part + (E + rows * simdgroups - 1) // (rows * simdgroups)"
     schedules = {"metal": Schedule(simdgroups=8)}
     samples = {

@@ -1,3 +1,6 @@
+from typing import ClassVar
+
+import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -5,8 +8,38 @@ from ..op import Op, op
 from ..spec import In, Out, Quant, QWeight
 
 
+@attrs.frozen(kw_only=True)
+class GateUp:
+    """What every op with the gate and up projections of experts has: their dims, weights, conditions and samples."""
+
+    H: int
+    E: int
+    k: int
+    I: int
+    Is: int
+
+    w_gate: Quant = QWeight("E, I, H")
+    w_up: Quant = QWeight("E, I, H")
+    ws_gate: Quant = QWeight("Is, H")
+    ws_up: Quant = QWeight("Is, H")
+
+    touched: ClassVar[dict[str, str]] = {"w_gate": "B*k, I, H", "w_up": "B*k, I, H"}
+    kernel_needs: ClassVar[tuple[str, ...]] = (
+        "w_gate.bits in (2, 3, 4, 5, 6, 8)",
+        "w_up.bits in (2, 3, 4, 5, 6, 8)",
+        "ws_gate.bits in (2, 3, 4, 5, 6, 8)",
+        "ws_up.bits in (2, 3, 4, 5, 6, 8)",
+        "H % 32 == 0",
+    )
+    samples: ClassVar[dict[str, dict[str, int]]] = {
+        "production": {"H": 2048, "E": 16, "k": 8, "I": 512, "Is": 512, "B": 1},
+        "small": {"H": 128, "E": 8, "k": 2, "I": 64, "Is": 32, "B": 2},
+        "odd": {"H": 320, "E": 7, "k": 3, "I": 33, "Is": 65, "B": 3},
+    }
+
+
 @op
-class RouteSwiglu(Op):
+class RouteSwiglu(GateUp, Op):
     """Routing, then gate and up projections with SwiGLU of the k chosen experts and of the shared one.
 
     r = 1/√(Σx2/H + eps), p = softmax(r · router_dot); indices = the k largest of r · router_dot, larger first,
@@ -14,11 +47,6 @@ class RouteSwiglu(Op):
     act = silu(r · w_gate·hw) · (r · w_up·hw), shared_gate_logit = r · w_shared_gate·hw.
     """
 
-    H: int
-    E: int
-    k: int
-    I: int
-    Is: int
     eps: float = 1e-6
     norm_topk: bool = True
     part: int = 32
@@ -26,10 +54,6 @@ class RouteSwiglu(Op):
     hw = In("B, H")
     x2 = In("B, (H + part - 1) // part", "f32", domain="(20, 44)")
     router_dot = In("B, E", "f32")
-    w_gate: Quant = QWeight("E, I, H")
-    w_up: Quant = QWeight("E, I, H")
-    ws_gate: Quant = QWeight("Is, H")
-    ws_up: Quant = QWeight("Is, H")
     w_shared_gate: Quant = QWeight("1, H")
     act_routed = Out("B, k, I", "f32")
     act_shared = Out("B, Is", "f32")
@@ -38,23 +62,8 @@ class RouteSwiglu(Op):
     shared_gate_logit = Out("B", "f32")
 
     needs = ("k <= E",)
-    kernel_needs = (
-        "w_gate.bits in (4, 8)",
-        "w_up.bits in (4, 8)",
-        "ws_gate.bits in (4, 8)",
-        "ws_up.bits in (4, 8)",
-        "w_shared_gate.bits in (4, 8)",
-        "H % 32 == 0",
-        "H >= 64",
-        "E <= 1024",
-        "k <= 32",
-    )
+    kernel_needs = (*GateUp.kernel_needs, "w_shared_gate.bits in (2, 3, 4, 5, 6, 8)", "H >= 64", "E <= 1024", "k <= 32")
     tiles = "(B * k * ((I + rows - 1) // rows) + (Is + rows - 1) // rows + 1 + simdgroups - 1) // simdgroups"
-    samples = {
-        "production": {"H": 2048, "E": 16, "k": 8, "I": 512, "Is": 512, "B": 1},
-        "small": {"H": 128, "E": 8, "k": 2, "I": 64, "Is": 32, "B": 2},
-        "odd": {"H": 320, "E": 7, "k": 3, "I": 33, "Is": 65, "B": 3},
-    }
 
     def reference(self, hw, x2, router_dot, w_gate, w_up, ws_gate, ws_up, w_shared_gate):
         r = mx.rsqrt(x2.sum(axis=-1, keepdims=True) / self.H + self.eps)

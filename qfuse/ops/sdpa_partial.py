@@ -27,6 +27,7 @@ class SDPAPartial(Op):
     sum_part = Out("B, Hq, blocks", "f32")
     max_part = Out("B, Hq, blocks", "f32")
 
+    touched = {"k_cache": "B, Hkv, N, D", "v_cache": "B, Hkv, N, D"}
     needs = ("Hq % Hkv == 0",)
     kernel_needs = ("D % 32 == 0",)
     tiles = "B * Hkv * blocks"

@@ -1,0 +1,73 @@
+"""The cuda backend: the same Metal text, through mx.fast.cuda_kernel behind a shim that defines Metal's words.
+
+One thread block a threadgroup, one warp a simdgroup. MLX hashes a kernel's whole text at every launch, so a text gets
+only the words that it uses. NVRTC compiles it at a kernel's first launch in each process, in about a second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+
+from .kernel import KernelBackend, KernelText, tighten
+
+ATTRIBUTES = {
+    "thread_index_in_simdgroup": "const uint {} = threadIdx.x % 32;",
+    "simdgroup_index_in_threadgroup": "const uint {} = threadIdx.x / 32;",
+    "thread_position_in_threadgroup": "const uint3 {} = threadIdx;",
+    "threadgroup_position_in_grid": "const uint3 {} = blockIdx;",
+    "threadgroups_per_grid": "const uint3 {} = {{gridDim.x, 1, 1}};",
+    "threads_per_grid": "const uint3 {} = {{gridDim.x * blockDim.x, 1, 1}};",
+    "thread_position_in_grid": "const uint3 {} = {{blockIdx.x * blockDim.x + threadIdx.x, 0, 0}};",
+}
+"""What Metal gives a kernel as parameters, for a one-dimensional grid of whole threadgroups."""
+
+
+class CudaBackend(KernelBackend):
+    """NVIDIA GPUs, by MLX's CUDA build. Plans can be built without one; running them needs it."""
+
+    name = "cuda"
+
+    def unavailable(self) -> str | None:
+        return None if mx.cuda.is_available() else "MLX has no CUDA device on this machine"
+
+    def compile(self, text: KernelText) -> Callable[..., Any]:
+        header, source = translate(text)
+        kernel = mx.fast.cuda_kernel(
+            name=text.name,
+            input_names=list(text.inputs),
+            output_names=list(text.outputs),
+            source=source,
+            header=header,
+        )
+        return cast(Callable[..., Any], kernel)
+
+
+def translate(text: KernelText) -> tuple[str, str]:
+    """Header and source for CUDA: the text as it is, with the shim's words and the launch's positions before it."""
+    words = set(re.findall(r"\w+", text.header + text.source))
+    positions = [line.format(name) for name, line in ATTRIBUTES.items() if name in words]
+    words.update(re.findall(r"\w+", "".join(positions)))
+    taken: list[str] = []
+    for name, line in reversed(_shim()):  # a line may need words of those before it
+        if name in words:
+            taken.append(line)
+            words.update(re.findall(r"\w+", line))
+    return "".join(f"{line}\n" for line in [*reversed(taken), text.header]), "\n".join([*positions, text.source])
+
+
+@cache
+def _shim() -> list[tuple[str, str]]:
+    """Each line of the shim by the word that it defines."""
+    lines = Path(__file__).with_name("cuda_shim.h").read_text("ascii").splitlines()
+    found = []
+    for line in lines[1:]:
+        match = re.search(r"(?:#define|using|enum class) (\w+)|(\w+)\(", line)
+        assert match is not None, line
+        found.append((match[1] or match[2], tighten(line)))
+    return found
