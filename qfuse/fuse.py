@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import backends as backend_table
-from . import models
+from . import models, upstream
 from .models import PREFILL, Adapter, RefusedError
 from .plan import Plan, build
 from .probe import Probe
@@ -173,6 +173,7 @@ def fuse(
     strict: bool = False,
     moe: str = "moe_4",
     probe: bool = True,
+    check_upstream: bool = True,
 ) -> Fusion:
     """Run the decode steps of a model's layers through fused plans. Prefill stays upstream's.
 
@@ -181,7 +182,8 @@ def fuse(
     that is refused, a layer, a call or an op by one of the backends, instead of leaving it to what comes next and
     saying so in the report. moe: ``moe_4``, with the router folded into the output projection's dispatch, or ``moe_5``.
     probe: on a backend that compiles kernels, check each distinct op against its reference before it is used, and
-    leave one that fails to the next backend, see docs/design.md for what it costs.
+    leave one that fails to the next backend, see docs/design.md for what it costs. check_upstream: refuse an mlx-lm
+    whose code is not the one that the plans stand in for, see qfuse.upstream.
 
     Each layer instance gets a subclass of its own class; other models, the parameters and ``isinstance`` are as before.
     Fusing a fused model again with the same options returns its Fusion.
@@ -197,6 +199,8 @@ def fuse(
     for name in names:
         backend_table.get(name)
     layers = models.decoder_layers(model)
+    if check_upstream and mode and (reason := upstream.moved()):
+        raise RefusedError(f"[fuse] {reason}; check_upstream=False fuses all the same")
     fusion = Fusion(mode, names, strict, moe, probe)
     existing = next((layer._qfuse.fusion for layer in layers if is_fused(layer)), None)
     if existing is not None:
