@@ -4,7 +4,7 @@ import json
 
 import mlx.core as mx
 import pytest
-from bench import executor, simulator
+from bench import executor, routing, simulator
 
 from qfuse import bench, cli
 from qfuse.backends.sim import SimBackend
@@ -14,6 +14,14 @@ from qfuse.fuse import is_fused
 
 def test_building_a_tokens_graph_costs_python_no_more_than_vanilla():
     assert executor.measure(rounds=20)["ratio"] <= 1.0
+
+
+def test_only_near_ties_are_routed_otherwise_than_in_f32():
+    found = routing.measure(layers=1, rows=256)
+    for name in ("upstream", "moe_4", "moe_5"):
+        assert found[name]["differ"] < 0.1
+        assert found[name]["gap"] < found["any"]["gap"]
+    assert found["moe_4"]["differ"] <= found["upstream"]["differ"]
 
 
 @pytest.mark.skipif(bool(SimBackend().unavailable()), reason=str(SimBackend().unavailable()))
