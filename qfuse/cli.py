@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +23,7 @@ from .configs import CONFIGS
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
+STARTED = time.perf_counter()
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -199,17 +200,15 @@ def bench(
     timed: list[dict[str, Any]] = []
     for width in bits or ("8",):
         net, what = _model(config, model, int(width))
-        with ERR.status("fusing"):
-            both = benchmark.Bench(net, names)
-        for B in batch or (1,):
-            for length in context or (64,):
-                with ERR.status(f"decode, batch {B}, context {length}"):
+        with _saying() as say:
+            both = benchmark.Bench(net, names, say)
+            for B in batch or (1,):
+                for length in context or (64,):
                     if ops:
                         timed += [what | row for row in both.ops(B, length)]
                     else:
                         rows.append(what | both.decode(B, length, steps=steps, rounds=rounds))
-            for length in () if ops else prefill:
-                with ERR.status(f"prefill, batch {B}, {length} tokens"):
+                for length in () if ops else prefill:
                     rows.append(what | both.prefill(B, length, rounds=max(1, rounds // 3)))
     for row in rows:
         row["lowering"] = ", ".join(names)
@@ -259,9 +258,8 @@ def tune(
     if not isinstance(chosen, KernelBackend):
         raise click.UsageError(f"[tune.backend] wants one that compiles kernels, got {names[0]}")
     net, _ = _model(config or "qwen3.5-35b-a3b", model, int(bits))
-    with ERR.status("fusing") as status:
-        both = benchmark.Bench(net, names)
-        rows = benchmark.tune_ops(both, chosen, batch, context, only, lambda op: status.update(f"tuning {op}"))
+    with _saying() as say:
+        rows = benchmark.tune_ops(benchmark.Bench(net, names, say), chosen, batch, context, only)
     OUT.print(tuned_table(rows))
     OUT.print(f"kept in {tuning.path()}", soft_wrap=True)
 
@@ -310,6 +308,16 @@ def _say(message: str) -> int:
 
 
 @contextmanager
+def _saying() -> Iterator[Callable[[str], None]]:
+    """What is under way, on stderr: one line that changes, or where that is no terminal one after another, timed."""
+    if ERR.is_terminal:
+        with ERR.status("") as status:
+            yield status.update
+    else:
+        yield lambda text: ERR.print(f"{time.perf_counter() - STARTED:6.1f} s  {text}", markup=False, soft_wrap=True)
+
+
+@contextmanager
 def _loading(folder: Path) -> Iterator[tuple]:  # type: ignore[type-arg]
     from .load import load
 
@@ -328,7 +336,8 @@ def _model(config: str, model: str | None, bits: int) -> tuple[Any, dict[str, An
     if model is not None:
         with _loading(locate(model)) as (net, _):
             return net, {"config": Path(model).name, "bits": None}
-    with ERR.status(f"{config} with random {bits}-bit weights"):
+    with _saying() as say:
+        say(f"{config} with random {bits}-bit weights")
         return random_model(CONFIGS[config], bits=bits), {"config": config, "bits": bits}
 
 
