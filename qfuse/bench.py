@@ -170,14 +170,24 @@ class Use:
 
 
 class Bench:
-    """A model twice over one set of weights, vanilla and fused. say: called with what is under way."""
+    """A model twice over one set of weights, vanilla and fused.
 
-    def __init__(self, model: nn.Module, backends: Sequence[str], say: Callable[[str], None] = lambda _: None) -> None:
+    segments: as of :func:`qfuse.fuse`. say: called with what is under way.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backends: Sequence[str],
+        say: Callable[[str], None] = lambda _: None,
+        *,
+        segments: bool = False,
+    ) -> None:
         self.say = say
         say("fusing")
         self.vanilla = model
         self.fused = copy.deepcopy(model)  # shares every array
-        self.fusion: Fusion = fuse(self.fused, backends=tuple(backends), strict=True)
+        self.fusion: Fusion = fuse(self.fused, backends=tuple(backends), strict=True, segments=segments)
         self.vocabulary = vocabulary(model)
 
     def decode(self, batch: int, context: int, *, steps: int, rounds: int) -> dict[str, Any]:

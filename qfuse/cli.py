@@ -165,6 +165,7 @@ def check(ops: tuple[str, ...], backend: str, dtype: str, name: str) -> None:
 @click.option("--steps", type=click.IntRange(1), default=32, show_default=True, help="Tokens of a round.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Pairs of a vanilla and a fused.")
 @click.option("--backend", "backends", multiple=True, metavar="NAME", help="Default cuda, metal or reference.")
+@click.option("--segments", is_flag=True, help="Compile the nodes on both sides of a kv cache's update into one call.")
 @click.option("--ops", is_flag=True, help="Time each op by itself instead.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Put the numbers into this JSON file.")
 def bench(
@@ -177,6 +178,7 @@ def bench(
     steps: int,
     rounds: int,
     backends: tuple[str, ...],
+    segments: bool,
     ops: bool,
     out: Path | None,
 ) -> None:
@@ -201,7 +203,7 @@ def bench(
     for width in bits or ("8",):
         net, what = _model(config, model, int(width))
         with _saying() as say:
-            both = benchmark.Bench(net, names, say)
+            both = benchmark.Bench(net, names, say, segments=segments)
             for B in batch or (1,):
                 for length in context or (64,):
                     if ops:
@@ -211,7 +213,7 @@ def bench(
                 for length in () if ops else prefill:
                     rows.append(what | both.prefill(B, length, rounds=max(1, rounds // 3)))
     for row in rows:
-        row["lowering"] = ", ".join(names)
+        row["lowering"] = ", ".join([*names, "segments"] if segments else names)
     speed = benchmark.copy_speed() if ops else None
     for table in bench_tables(rows, timed, speed):
         OUT.print(table)

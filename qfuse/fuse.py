@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -14,7 +14,9 @@ import mlx.nn as nn
 from . import backends as backend_table
 from . import graphs, models
 from .graphs import Graph
-from .models import PREFILL, Adapter, RefusedError
+from .graphs.graph import make
+from .models import PREFILL, PREFILL_GDN, Adapter, GDNAdapter, RefusedError
+from .ops import GDNStep
 from .plan import Plan, build
 from .show import fusion_text
 from .spec import DTYPE_NAMES, SpecError
@@ -33,11 +35,17 @@ class FusedLayer:
         self.adapter = adapter
         self.fusion = fusion
         self.calls: Counter[str] = Counter()
+        self._recurrence = _recurrence(adapter, fusion) if fusion.mode == 2 else None
         self._plans: dict[tuple[mx.Dtype, bool], Plan] = {}
 
     def __call__(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
         """The layer's output, or None where upstream has to run it. Raises RefusedError in strict mode."""
         reason = self.refuses(layer, x, mask, cache)
+        if reason == PREFILL and self._recurrence and not layer.training:
+            adapter, step = self._recurrence
+            if adapter.refuses_states(x, mask, cache) is None:
+                self.calls[PREFILL_GDN] += 1
+                return adapter.prefill(step, layer, x, mask, cache)
         if reason is not None:
             self.calls[reason] += 1
             if self.fusion.strict and reason != PREFILL:
@@ -64,13 +72,26 @@ class FusedLayer:
         plan = self._plans.get((dtype, masked))
         if plan is None:
             graph = self.graph(DTYPE_NAMES[dtype], masked)
-            plan = self._plans[dtype, masked] = build(graph, self.adapter.weights, self.fusion.backends)
+            # A mask over the keys is another shape at every token, and MLX would compile anew each time.
+            segments = self.fusion.segments and not (masked and self.adapter.kind == "gqa")
+            plan = build(graph, self.adapter.weights, self.fusion.backends, segments=segments)
+            self._plans[dtype, masked] = plan
         return plan
 
     def graph(self, dtype: str, masked: bool) -> Graph:
         """The declared graph of this layer in the fusion's mode."""
         dims = tuple(sorted({**self.adapter.dims, "T": dtype}.items()))
         return _graph(self.adapter.kind if self.fusion.mode == 2 else "", dims, masked, self.fusion.moe)
+
+
+def _recurrence(adapter: Adapter, fusion: Fusion) -> tuple[GDNAdapter, Callable[..., Any]] | None:
+    """The adapter with gdn_step for its prompts, where the first backend that takes the op is made for them."""
+    if not isinstance(adapter, GDNAdapter):
+        return None
+    op = make(GDNStep, adapter.dims)
+    chosen = (backend_table.find(name) for name in fusion.backends)
+    backend = next((backend for backend in chosen if backend.refuses(op) is None), None)
+    return (adapter, backend.lower(op, {})) if backend and backend.prefill else None
 
 
 @lru_cache(maxsize=64)
@@ -118,11 +139,12 @@ class FusionReport:
 class Fusion:
     """A fused model: what was put in, and the way to take it out. Also a context manager, which removes at exit."""
 
-    def __init__(self, mode: int, backends: Sequence[str], strict: bool, moe: str) -> None:
+    def __init__(self, mode: int, backends: Sequence[str], strict: bool, moe: str, segments: bool = False) -> None:
         self.mode = mode
         self.backends = tuple(backends)
         self.strict = strict
         self.moe = moe
+        self.segments = segments
         self.layers: dict[int, nn.Module] = {}
         self.refused: dict[int, tuple[nn.Module, str]] = {}
 
@@ -159,12 +181,18 @@ def fuse(
     backends: str | Sequence[str] | None = None,
     strict: bool = False,
     moe: str = "moe_4",
+    segments: bool = False,
 ) -> Fusion:
-    """Run the decode steps of a model's layers through fused plans. Prefill stays upstream's.
+    """Run the decode steps of a model's layers through fused plans.
+
+    Prefill stays upstream's, but for the recurrence on CUDA in mode 2, which is gdn_step's: upstream has no kernel for
+    it there.
 
     mode: 0 nothing, 1 the MoE alone, 2 whole layers. backends: names in order of preference, default the
     reference. strict: raise on anything that is not fused, instead of leaving it to upstream and saying
     so in the report. moe: ``moe_4``, with the router folded into the output projection's dispatch, or ``moe_5``.
+    segments: the nodes of a layer before and after its kv cache's update as one function each that MLX compiles, which
+    spares Python most of its work at a token; a batch with a mask over its keys runs without.
 
     Each layer instance gets a subclass of its own class; other models, the parameters and ``isinstance`` are as before.
     Fusing a fused model again with the same options returns its Fusion.
@@ -179,11 +207,14 @@ def fuse(
         raise ValueError(f"[fuse.moe] wants {' or '.join(MOE_GRAPHS)}, got {moe}")
     for name in names:
         backend_table.get(name)
+    if segments and "sim" in names:
+        raise ValueError("[fuse.segments] wants backends that MLX can compile, got sim")
     layers = models.decoder_layers(model)
-    fusion = Fusion(mode, names, strict, moe)
+    fusion = Fusion(mode, names, strict, moe, segments)
     existing = next((layer._qfuse.fusion for layer in layers if is_fused(layer)), None)
     if existing is not None:
-        if (existing.mode, existing.backends, existing.strict, existing.moe) != (mode, names, strict, moe):
+        options = (existing.mode, existing.backends, existing.strict, existing.moe, existing.segments)
+        if options != (mode, names, strict, moe, segments):
             raise ValueError(f"[fuse] wants the options it was fused with, or remove() first, got mode {mode}, {names}")
         return existing
     if mode == 0:

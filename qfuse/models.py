@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as caches
 from mlx_lm.models import qwen3_5, qwen3_5_moe, qwen3_next
+from mlx_lm.models.gated_delta import compute_g, normalize_qk
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 from .plan import Plan
@@ -22,6 +23,7 @@ MODEL_TYPES = ("qwen3_5_moe",)
 """The model types of config.json that are fused."""
 
 PREFILL = "prefill, S > 1"
+PREFILL_GDN = "prefill, S > 1, with gdn_step"
 
 
 class RefusedError(ValueError):
@@ -96,26 +98,21 @@ class GDNAdapter:
         return layer.linear_attn(layer.input_layernorm(x), mask, cache)
 
     def refuses(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> str | None:
-        if reason := refuses_shape(layer, x):
-            return reason
+        return refuses_shape(layer, x) or self.refuses_states(x, mask, cache)
+
+    def refuses_states(self, x: mx.array, mask: Any, cache: Any) -> str | None:
+        """What in the cache or the mask is in the way of a step or a prompt, or None."""
         if cache is not None:
             _wants_cache(cache, caches.ArraysCache)
             if cache.lengths is not None:
                 return "the cache has lengths left from a ragged prefill"
-        if mask is not None and mask.shape != (x.shape[0], 1):
-            return f"mask {tuple(mask.shape)} is not [B, 1]"
+        if mask is not None and mask.shape != x.shape[:2]:
+            return f"mask {tuple(mask.shape)} is not [B, {x.shape[1]}]"
         return None
 
     def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
         B, _, H = x.shape
-        conv_state, state = (cache[0], cache[1]) if cache is not None else (None, None)
-        d = self.dims
-        if conv_state is None:
-            conv_state = mx.zeros((B, d["Kc"] - 1, d["C"]), x.dtype)
-        if state is None:
-            state = mx.zeros((B, d["Hv"], d["Dv"], d["Dk"]), mx.float32)
-        elif state.dtype != mx.float32:
-            state = state.astype(mx.float32)  # caches saved by older mlx-lm hold it in bf16
+        conv_state, state = self._states(x, cache)
         x = x.reshape(B, H)
         if mask is None:
             out, conv_state, state = plan.run(x, conv_state, state)
@@ -125,6 +122,45 @@ class GDNAdapter:
             cache[0], cache[1] = conv_state, state
             cache.advance(1)
         return out.reshape(B, 1, H)
+
+    def prefill(self, step: Callable[..., Any], layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        """A prompt, x [B, S, H] → [B, S, H], by upstream's own modules but for the recurrence, which is ``step``'s.
+
+        step: a gdn_step of M = B·S rows. Raises TypeError on a cache of the wrong class.
+        """
+        m, d = layer.linear_attn, self.dims
+        B, S, _ = x.shape
+        M, keys = B * S, d["Hk"] * d["Dk"]
+        n = layer.input_layernorm(x)
+        qkv, z, b, a = (proj(n) for proj in (m.in_proj_qkv, m.in_proj_z, m.in_proj_b, m.in_proj_a))
+        if mask is not None:
+            qkv = mx.where(mask[..., None], qkv, 0)
+        conv_state, state = self._states(x, cache)
+        window = mx.concatenate([conv_state, qkv], axis=1)
+        qkv = nn.silu(m.conv1d(window))
+        q, k = (part.reshape(M, d["Hk"], d["Dk"]) for part in mx.split(qkv[..., : 2 * keys], 2, axis=-1))
+        q, k = normalize_qk(q, k, inv_scale=d["Dk"] ** -0.5, eps=1e-6)
+        g = compute_g(m.A_log, a, m.dt_bias).reshape(M, -1)
+        beta = mx.sigmoid(b).astype(mx.float32).reshape(M, -1)
+        y, state = step(q, k, qkv.reshape(M, -1), g, beta, state, None if mask is None else mask.reshape(M))
+        if cache is not None:
+            cache[0], cache[1] = mx.contiguous(window[:, 1 - d["Kc"] :]), state
+            cache.advance(S)
+        y = m.norm(y.reshape(B, S, d["Hv"], d["Dv"]), z.reshape(B, S, d["Hv"], d["Dv"]))
+        h = x + m.out_proj(y.reshape(B, S, -1))
+        return h + layer.mlp(layer.post_attention_layernorm(h))
+
+    def _states(self, x: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
+        """conv_state and state of a cache, zeros where there is none yet."""
+        conv_state, state = (cache[0], cache[1]) if cache is not None else (None, None)
+        B, d = x.shape[0], self.dims
+        if conv_state is None:
+            conv_state = mx.zeros((B, d["Kc"] - 1, d["C"]), x.dtype)
+        if state is None:
+            state = mx.zeros((B, d["Hv"], d["Dv"], d["Dk"]), mx.float32)
+        elif state.dtype != mx.float32:
+            state = state.astype(mx.float32)  # caches saved by older mlx-lm hold it in bf16
+        return conv_state, state
 
 
 @attrs.frozen(kw_only=True)

@@ -17,6 +17,8 @@ class Backend(Protocol):
     """What a backend offers. ``lower`` is called once per node, its result once per token."""
 
     name: str
+    prefill: bool
+    """Whether a prompt's recurrence goes to its gdn_step: where upstream has no kernel and loops over time."""
 
     def unavailable(self) -> str | None:
         """Why nothing can run here, or None."""

@@ -137,6 +137,7 @@ class KernelBackend:
 
     name: str
     lines = False
+    prefill = False
 
     def __init__(self) -> None:
         self._compiled: dict[str, Callable[..., Any]] = {}

@@ -14,6 +14,7 @@ class ReferenceBackend:
     """Runs anywhere MLX does; correct rather than fast."""
 
     name = "reference"
+    prefill = False
 
     def unavailable(self) -> str | None:
         return None

@@ -34,6 +34,11 @@ inline void gemv_load(thread float (&v)[V], const device X* x, int row, int k) {
   for (int i = 0; i < V; ++i) v[i] = gemv_value<X>(w[i / PER], i % PER);
 }
 
+template <typename X>
+inline void gemv_load(thread float (&v)[1], const device X* x, int row, int k) {
+  v[0] = float(x[row + k]);
+}
+
 template <int K, int B, int V, typename X>
 inline void gemv_inputs(thread float (&v)[B][V], thread float (&sum)[B], X x, int k) {
   for (int b = 0; b < B; ++b) {
@@ -48,15 +53,17 @@ inline void gemv_rows(
     thread float (&acc)[R][B], thread float (&v)[B][V], thread float (&sum)[B],
     const device uint* w, S scales, S biases, int row, int last, int k) {
   constexpr int PER = 32 / BITS;
+  constexpr float MIDDLE = 1 << (BITS - 1);
   for (int r = 0; r < R; ++r) {
     const int n = metal::min(row + r, last), g = n * (K / GROUP) + k / GROUP;
     uint codes[V / PER];
     gemv_words(codes, w + n * (K / PER) + k / PER);
-    const float scale = float(scales[g]), bias = float(biases[g]);
+    const float scale = float(scales[g]), bias = float(biases[g]) + MIDDLE * scale;
     float dot[B] = {};
     for (int i = 0; i < V; ++i) {
-      const float code = float((codes[i / PER] >> (BITS * (i % PER))) & ((1u << BITS) - 1));
-      for (int b = 0; b < B; ++b) dot[b] += code * v[b][i];
+      const uint code = (codes[i / PER] >> (BITS * (i % PER))) & ((1u << BITS) - 1);
+      const float u = as_type<float>(0x4b000000u | code) - (8388608.0f + MIDDLE);  // the bits of 2^23 + code
+      for (int b = 0; b < B; ++b) dot[b] += u * v[b][i];
     }
     for (int b = 0; b < B; ++b) acc[r][b] += scale * dot[b] + bias * sum[b];
   }

@@ -21,10 +21,10 @@ class RouteSwiglu(Op):
     Is: int
     eps: float = 1e-6
     norm_topk: bool = True
-    part: int = 32
+    part: int = 16
 
     hw = In("B, H")
-    x2 = In("B, (H + part - 1) // part", "f32", domain="(20, 44)")
+    x2 = In("B, (H + part - 1) // part", "f32", domain="(8, 24)")
     router_dot = In("B, E", "f32")
     w_gate: Quant = QWeight("E, I, H")
     w_up: Quant = QWeight("E, I, H")
