@@ -233,21 +233,20 @@ class Bench:
                 return tuple(seen[".".join(source)] for source in self.plan.graph.outputs().values())
 
         layers = [layer._qfuse for layer in self.fusion.layers.values()]
-        kept = [layer._plans for layer in layers]
         try:
             for layer in layers:
-                layer._plans = {key: Observed(layer, plan) for key, plan in layer._plans.items()}
+                vars(layer)["plan"] = lambda *key, layer=layer: Observed(layer, FusedLayer.plan(layer, *key))
             mx.eval(self.fused(tokens, cache=cache))
         finally:
-            for layer, plans in zip(layers, kept, strict=True):
-                layer._plans = plans
+            for layer in layers:
+                del vars(layer)["plan"]
         return found
 
     def uses(self, batch: int, context: int) -> dict[str, list[Use]]:
         """Every kernel call of one step by node name, each layer's with its own weights and what it was given there."""
         found: dict[str, list[Use]] = {}
         self.say(f"one step, batch {batch}, context {context}")
-        observed = self.observe(filled_caches(self.vanilla, batch, context)(), self._tokens(batch, 1))
+        observed = self.observe(filled_caches(self.fused, batch, context)(), self._tokens(batch, 1))
         for layer, plan, seen in observed:
             for step in plan.steps:
                 op, sources = step.node.op, step.node.inputs

@@ -23,10 +23,11 @@ from .spec import DTYPE_NAMES, SpecError
 
 MODES = {0: "off", 1: "MoE", 2: "GDN, GQA and MoE"}
 MOE_GRAPHS = ("moe_4", "moe_5")
+LONG_BLOCKS = 256
 
 
 class FusedLayer:
-    """One layer's adapter and the plans made for it so far, by dtype of the activations and presence of a mask.
+    """One layer's adapter and the plans made for it so far, by dtype of the activations, mask or none, long or short.
 
     calls: how many calls were fused, under ``"fused"``, and how many upstream ran, under the reason.
     """
@@ -36,7 +37,7 @@ class FusedLayer:
         self.fusion = fusion
         self.calls: Counter[str] = Counter()
         self._recurrence = _recurrence(adapter, fusion) if fusion.mode == 2 else None
-        self._plans: dict[tuple[mx.Dtype, bool], Plan] = {}
+        self._plans: dict[tuple[mx.Dtype, bool, bool], Plan] = {}
 
     def __call__(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
         """The layer's output, or None where upstream has to run it. Raises RefusedError in strict mode."""
@@ -53,7 +54,8 @@ class FusedLayer:
             return None
         self.calls["fused"] += 1
         if self.fusion.mode == 2:
-            return self.adapter.decode(self.plan(x.dtype, mask is not None), x, mask, cache)
+            plan = self.plan(x.dtype, mask is not None, self.adapter.long(cache))
+            return self.adapter.decode(plan, x, mask, cache)
         r = self.adapter.mix(layer, x, mask, cache)
         B, _, H = x.shape
         (out,) = self.plan(x.dtype).run(r.reshape(B, H), x.reshape(B, H))
@@ -67,20 +69,21 @@ class FusedLayer:
             return models.refuses_shape(layer, x)
         return self.adapter.refuses(layer, x, mask, cache)
 
-    def plan(self, dtype: mx.Dtype, masked: bool = False) -> Plan:
-        """The plan for activations of ``dtype``, built at its first use."""
-        plan = self._plans.get((dtype, masked))
+    def plan(self, dtype: mx.Dtype, masked: bool = False, long: bool = False) -> Plan:
+        """The plan for activations of ``dtype``, built at its first use. long: with attention in more blocks."""
+        plan = self._plans.get((dtype, masked, long))
         if plan is None:
-            graph = self.graph(DTYPE_NAMES[dtype], masked)
+            graph = self.graph(DTYPE_NAMES[dtype], masked, long)
             # A mask over the keys is another shape at every token, and MLX would compile anew each time.
             segments = self.fusion.segments and not (masked and self.adapter.kind == "gqa")
             plan = build(graph, self.adapter.weights, self.fusion.backends, segments=segments)
-            self._plans[dtype, masked] = plan
+            self._plans[dtype, masked, long] = plan
         return plan
 
-    def graph(self, dtype: str, masked: bool) -> Graph:
+    def graph(self, dtype: str, masked: bool, long: bool = False) -> Graph:
         """The declared graph of this layer in the fusion's mode."""
-        dims = tuple(sorted({**self.adapter.dims, "T": dtype}.items()))
+        blocks = {"blocks": LONG_BLOCKS} if long else {}
+        dims = tuple(sorted({**self.adapter.dims, **blocks, "T": dtype}.items()))
         return _graph(self.adapter.kind if self.fusion.mode == 2 else "", dims, masked, self.fusion.moe)
 
 

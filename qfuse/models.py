@@ -22,6 +22,9 @@ MAX_ROWS = 8
 MODEL_TYPES = ("qwen3_5_moe",)
 """The model types of config.json that are fused."""
 
+LONG = 4096
+"""Keys that a cache may have room for before attention over it is split into more blocks."""
+
 PREFILL = "prefill, S > 1"
 PREFILL_GDN = "prefill, S > 1, with gdn_step"
 
@@ -51,6 +54,9 @@ class Adapter(Protocol):
 
     def refuses(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> str | None:
         """Why this call cannot be fused, or None. Raises TypeError on a cache of the wrong class."""
+
+    def long(self, cache: Any) -> bool:
+        """Whether the cache has room for more than LONG keys."""
 
     def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """One fused step, x [B, 1, H] → [B, 1, H], the cache brought up to date."""
@@ -109,6 +115,9 @@ class GDNAdapter:
         if mask is not None and mask.shape != x.shape[:2]:
             return f"mask {tuple(mask.shape)} is not [B, {x.shape[1]}]"
         return None
+
+    def long(self, cache: Any) -> bool:  # noqa: ARG002 (a state is of one size)
+        return False
 
     def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
         B, _, H = x.shape
@@ -187,6 +196,9 @@ class GQAAdapter:
         if mask is not None and (mask.dtype != mx.bool_ or mask.shape[:-1] not in ((x.shape[0], 1, 1), (1, 1, 1))):
             return f"mask {tuple(mask.shape)} {mask.dtype} is not a boolean [B, 1, 1, N]"
         return None
+
+    def long(self, cache: Any) -> bool:
+        return cache.keys is not None and cache.keys.shape[2] > LONG
 
     def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
         B, _, H = x.shape

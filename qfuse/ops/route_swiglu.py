@@ -1,7 +1,7 @@
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..op import Op, op
+from ..op import Op, Schedule, op
 from ..spec import In, Out, Quant, QWeight
 
 
@@ -50,6 +50,7 @@ class RouteSwiglu(Op):
         "k <= 32",
     )
     tiles = "(B * k * ((I + rows - 1) // rows) + (Is + rows - 1) // rows + 1 + simdgroups - 1) // simdgroups"
+    schedules = {"cuda": Schedule(rows=2, simdgroups=4, take=16)}
     samples = {
         "production": {"H": 2048, "E": 16, "k": 8, "I": 512, "Is": 512, "B": 1},
         "small": {"H": 128, "E": 8, "k": 2, "I": 64, "Is": 32, "B": 2},
