@@ -116,9 +116,20 @@ def time_prefill(model: nn.Module, tokens: mx.array) -> Timing:
     return Timing(time.perf_counter() - start, built - start, 0.0, mx.get_peak_memory())
 
 
-def alternate(vanilla: Callable[[], Timing], fused: Callable[[], Timing], rounds: int) -> dict[str, float]:
+def alternate(
+    vanilla: Callable[[], Timing],
+    fused: Callable[[], Timing],
+    rounds: int,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, float]:
     """A B A B: medians in ms, and the median of vanilla over fused pair by pair. One round of each is not counted."""
-    pairs = [(vanilla(), fused()) for _ in range(rounds + 1)][1:]
+    pairs = []
+    for number in range(rounds + 1):
+        say(f"round {number} of {rounds}, vanilla")
+        first = vanilla()
+        say(f"round {number} of {rounds}, fused")
+        pairs.append((first, fused()))
+    del pairs[0]
     row: dict[str, float] = {}
     for i, name in enumerate(("vanilla", "fused")):
         ours = [pair[i] for pair in pairs]
@@ -159,23 +170,39 @@ class Use:
 
 
 class Bench:
-    """A model twice over one set of weights, vanilla and fused."""
+    """A model twice over one set of weights, vanilla and fused.
 
-    def __init__(self, model: nn.Module, backends: Sequence[str]) -> None:
+    segments: as of :func:`qfuse.fuse`. say: called with what is under way.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backends: Sequence[str],
+        say: Callable[[str], None] = lambda _: None,
+        *,
+        segments: bool = False,
+    ) -> None:
+        self.say = say
+        say("fusing")
         self.vanilla = model
         self.fused = copy.deepcopy(model)  # shares every array
-        self.fusion: Fusion = fuse(self.fused, backends=tuple(backends), strict=True)
+        self.fusion: Fusion = fuse(self.fused, backends=tuple(backends), strict=True, segments=segments)
         self.vocabulary = vocabulary(model)
 
     def decode(self, batch: int, context: int, *, steps: int, rounds: int) -> dict[str, Any]:
         """One row of decode at ``context`` tokens. experts: the fewest and the most that a layer chose."""
+        place = f"decode, batch {batch}, context {context}"
+        self.say(f"{place}: filling caches")
         fresh = filled_caches(self.vanilla, batch, context)
         tokens = self._tokens(batch, 1)
         row = alternate(
             lambda: time_decode(self.vanilla, fresh(), tokens, steps),
             lambda: time_decode(self.fused, fresh(), tokens, steps),
             rounds,
+            lambda text: self.say(f"{place}: {text}"),
         )
+        self.say(f"{place}: counting experts")
         new = self.fusion.report().new_bytes / 1e9
         row["vanilla_peak_gb"] = round(row["vanilla_peak_gb"] - new, 4)  # the fused model's own, beside it
         hit = [distinct(seen["route_swiglu.indices"]) for _, _, seen in self.observe(fresh(), tokens)]
@@ -184,7 +211,12 @@ class Bench:
     def prefill(self, batch: int, length: int, *, rounds: int) -> dict[str, Any]:
         """One row of a prompt of ``length`` tokens."""
         tokens = self._tokens(batch, length)
-        row = alternate(lambda: time_prefill(self.vanilla, tokens), lambda: time_prefill(self.fused, tokens), rounds)
+        row = alternate(
+            lambda: time_prefill(self.vanilla, tokens),
+            lambda: time_prefill(self.fused, tokens),
+            rounds,
+            lambda text: self.say(f"prefill, batch {batch}, {length} tokens: {text}"),
+        )
         return {"what": "prefill", "batch": batch, "context": length, **row}
 
     def observe(self, cache: list[Any], tokens: mx.array) -> list[tuple[FusedLayer, Plan, dict[str, Any]]]:
@@ -201,20 +233,20 @@ class Bench:
                 return tuple(seen[".".join(source)] for source in self.plan.graph.outputs().values())
 
         layers = [layer._qfuse for layer in self.fusion.layers.values()]
-        kept = [layer._plans for layer in layers]
         try:
             for layer in layers:
-                layer._plans = {key: Observed(layer, plan) for key, plan in layer._plans.items()}
+                vars(layer)["plan"] = lambda *key, layer=layer: Observed(layer, FusedLayer.plan(layer, *key))
             mx.eval(self.fused(tokens, cache=cache))
         finally:
-            for layer, plans in zip(layers, kept, strict=True):
-                layer._plans = plans
+            for layer in layers:
+                del vars(layer)["plan"]
         return found
 
     def uses(self, batch: int, context: int) -> dict[str, list[Use]]:
         """Every kernel call of one step by node name, each layer's with its own weights and what it was given there."""
         found: dict[str, list[Use]] = {}
-        observed = self.observe(filled_caches(self.vanilla, batch, context)(), self._tokens(batch, 1))
+        self.say(f"one step, batch {batch}, context {context}")
+        observed = self.observe(filled_caches(self.fused, batch, context)(), self._tokens(batch, 1))
         for layer, plan, seen in observed:
             for step in plan.steps:
                 op, sources = step.node.op, step.node.inputs
@@ -241,6 +273,7 @@ class Bench:
         speed = copy_speed()
         rows = []
         for name, uses in self.uses(batch, context).items():
+            self.say(name)
             spent = time_calls([partial(use.call, *use.given.values()) for use in uses], speed)
             size = statistics.mean(use.traffic() for use in uses)
             rows.append({
@@ -319,12 +352,10 @@ def tune_ops(
     batch: int,
     context: int,
     only: Sequence[str] = (),
-    say: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Search the schedule of each kernel of one step, and keep the fastest that agrees with the reference.
 
     A row an op: its text, the declared and the best schedule, and the µs of both. only: ops by name, by default all.
-    say: called with what is under way.
     """
     speed = copy_speed()
     rows, kept = [], {}
@@ -332,7 +363,7 @@ def tune_ops(
         op, declared = uses[0].op, uses[0].op.schedule(backend.name)
         if op.library or backend.refuses(op) or (only and op.name not in only):
             continue
-        say(name)
+        bench.say(f"tuning {name}")
         lowered, inputs = Lowered(backend, op, uses[0].weights), list(uses[0].given.values())
         spent = tune.search(
             declared,

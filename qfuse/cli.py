@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +22,7 @@ from .configs import CONFIGS
 
 OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
+STARTED = time.perf_counter()
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -262,6 +264,7 @@ def graph(
 @click.option("--steps", type=click.IntRange(1), default=32, show_default=True, help="Tokens of a round.")
 @click.option("--rounds", type=click.IntRange(1), default=7, show_default=True, help="Pairs of a vanilla and a fused.")
 @click.option("--backend", "backends", multiple=True, metavar="NAME", help="Default cuda, metal or reference.")
+@click.option("--segments", is_flag=True, help="Compile the nodes on both sides of a kv cache's update into one call.")
 @click.option("--ops", is_flag=True, help="Time each op by itself instead.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Put the numbers into this JSON file.")
 def bench(
@@ -274,6 +277,7 @@ def bench(
     steps: int,
     rounds: int,
     backends: tuple[str, ...],
+    segments: bool,
     ops: bool,
     out: Path | None,
 ) -> None:
@@ -297,20 +301,18 @@ def bench(
     timed: list[dict[str, Any]] = []
     for width in bits or ("8",):
         net, what = _model(config, model, int(width))
-        with ERR.status("fusing"):
-            both = benchmark.Bench(net, names)
-        for B in batch or (1,):
-            for length in context or (64,):
-                with ERR.status(f"decode, batch {B}, context {length}"):
+        with _saying() as say:
+            both = benchmark.Bench(net, names, say, segments=segments)
+            for B in batch or (1,):
+                for length in context or (64,):
                     if ops:
                         timed += [what | row for row in both.ops(B, length)]
                     else:
                         rows.append(what | both.decode(B, length, steps=steps, rounds=rounds))
-            for length in () if ops else prefill:
-                with ERR.status(f"prefill, batch {B}, {length} tokens"):
+                for length in () if ops else prefill:
                     rows.append(what | both.prefill(B, length, rounds=max(1, rounds // 3)))
     for row in rows:
-        row["lowering"] = ", ".join(names)
+        row["lowering"] = ", ".join([*names, "segments"] if segments else names)
     speed = benchmark.copy_speed() if ops else None
     for table in bench_tables(rows, timed, speed):
         OUT.print(table)
@@ -357,9 +359,8 @@ def tune(
     if not isinstance(chosen, KernelBackend):
         raise click.UsageError(f"[tune.backend] wants one that compiles kernels, got {names[0]}")
     net, _ = _model(config or "qwen3.5-35b-a3b", model, int(bits))
-    with ERR.status("fusing") as status:
-        both = benchmark.Bench(net, names)
-        rows = benchmark.tune_ops(both, chosen, batch, context, only, lambda op: status.update(f"tuning {op}"))
+    with _saying() as say:
+        rows = benchmark.tune_ops(benchmark.Bench(net, names, say), chosen, batch, context, only)
     OUT.print(tuned_table(rows))
     OUT.print(f"kept in {tuning.path()}", soft_wrap=True)
 
@@ -408,6 +409,16 @@ def _say(message: str) -> int:
 
 
 @contextmanager
+def _saying() -> Iterator[Callable[[str], None]]:
+    """What is under way, on stderr: one line that changes, or where that is no terminal one after another, timed."""
+    if ERR.is_terminal:
+        with ERR.status("") as status:
+            yield status.update
+    else:
+        yield lambda text: ERR.print(f"{time.perf_counter() - STARTED:6.1f} s  {text}", markup=False, soft_wrap=True)
+
+
+@contextmanager
 def _loading(folder: Path) -> Iterator[tuple]:  # type: ignore[type-arg]
     from .load import load
 
@@ -426,7 +437,8 @@ def _model(config: str, model: str | None, bits: int) -> tuple[Any, dict[str, An
     if model is not None:
         with _loading(locate(model)) as (net, _):
             return net, {"config": Path(model).name, "bits": None}
-    with ERR.status(f"{config} with random {bits}-bit weights"):
+    with _saying() as say:
+        say(f"{config} with random {bits}-bit weights")
         return random_model(CONFIGS[config], bits=bits), {"config": config, "bits": bits}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, cast
 
@@ -13,7 +13,9 @@ import mlx.nn as nn
 
 from . import backends as backend_table
 from . import models, upstream
-from .models import PREFILL, Adapter, RefusedError
+from .graphs.graph import make
+from .models import PREFILL, PREFILL_GDN, Adapter, GDNAdapter, RefusedError
+from .ops import GDNStep
 from .plan import Plan, build
 from .probe import Probe
 from .show import fusion_text
@@ -21,10 +23,12 @@ from .spec import DTYPE_NAMES, SpecError
 
 MODES = {0: "off", 1: "MoE", 2: "GDN, GQA and MoE"}
 MOE_GRAPHS = ("moe_4", "moe_5")
+LONG_BLOCKS = 256
 
 
 class FusedLayer:
-    """One layer's adapter and the plans made for it so far, by part, dtype of the activations and presence of a mask.
+    """One layer's adapter and its plans so far, by part, dtype of the activations, mask or none, long or short.
+
 
     calls: how many calls were fused, under ``"fused"`` and ``"MoE alone: reason"``, and how many upstream ran, under
     the reason.
@@ -34,12 +38,18 @@ class FusedLayer:
         self.adapter = adapter
         self.fusion = fusion
         self.calls: Counter[str] = Counter()
-        self._plans: dict[tuple[str, mx.Dtype, bool], Plan] = {}
+        self._recurrence = _recurrence(adapter, fusion)
+        self._plans: dict[tuple[str, mx.Dtype, bool, bool], Plan] = {}
 
     def __call__(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
         """The layer's output, or None where upstream has to run it. Raises RefusedError in strict mode."""
         part, adapter = self.adapter.part, self.adapter
         reason = self.refuses(layer, x)
+        if reason == PREFILL and self._recurrence and not layer.training:
+            gdn, step = self._recurrence
+            if gdn.refuses(x, mask, cache) is None:
+                self.calls[PREFILL_GDN] += 1
+                return gdn.prefill(step, layer, x, mask, cache)
         if reason is not None:
             self._refuse(reason)
             return None
@@ -54,7 +64,7 @@ class FusedLayer:
             B, _, H = x.shape
             (out,) = self.plan(x.dtype, part=part).run(r.reshape(B, H), x.reshape(B, H))
             return out.reshape(B, 1, H)
-        out = adapter.decode(self.plan(x.dtype, mask is not None), x, mask, cache)
+        out = adapter.decode(self.plan(x.dtype, mask is not None, adapter.long(cache)), x, mask, cache)
         if part == "layer":
             return out
         h = x + out
@@ -69,23 +79,36 @@ class FusedLayer:
         if self.fusion.strict and reason != PREFILL:
             raise RefusedError(f"[{self.adapter.kind} layer] wants a call it can fuse, got one refused: {reason}")
 
-    def plan(self, dtype: mx.Dtype, masked: bool = False, part: str = "") -> Plan:
+    def plan(self, dtype: mx.Dtype, masked: bool = False, long: bool = False, part: str = "") -> Plan:
         """The plan for activations of ``dtype``, built at its first use. Raises RefusedError in strict mode.
 
-        part: of the layer, default the one that is fused.
+        long: with attention in more blocks. part: of the layer, default the one that is fused.
         """
-        key = part or self.adapter.part, dtype, masked
+        key = part or self.adapter.part, dtype, masked, long
         plan = self._plans.get(key)
         if plan is None:
             name, probe = DTYPE_NAMES[dtype], self.fusion.probe
             refuses = partial(probe, dtype=name) if probe else None
-            graph = self.adapter.graph(name, masked=masked, moe=self.fusion.moe, part=part)
-            plan = build(graph, self.adapter.weights, self.fusion.backends, refuses)
+            blocks = LONG_BLOCKS if long else None
+            graph = self.adapter.graph(name, masked=masked, moe=self.fusion.moe, part=part, blocks=blocks)
+            # A mask over the keys is another shape at every token, and MLX would compile anew each time.
+            segments = self.fusion.segments and not (masked and self.adapter.kind == "gqa")
+            plan = build(graph, self.adapter.weights, self.fusion.backends, refuses, segments=segments)
             for step in plan.steps:
                 for backend, reason in step.refusals.items() if self.fusion.strict else ():
                     raise RefusedError(f"[{step.node.name}] wants an op that {backend} runs, got {reason}")
             self._plans[key] = plan
         return plan
+
+
+def _recurrence(adapter: Adapter, fusion: Fusion) -> tuple[GDNAdapter, Callable[..., Any]] | None:
+    """The adapter with gdn_step for its prompts, where the first backend that takes the op is made for them."""
+    if not isinstance(adapter, GDNAdapter) or adapter.part == "moe" or adapter.dims["merged"]:
+        return None
+    op = make(GDNStep, adapter.dims)
+    chosen = (backend_table.find(name) for name in fusion.backends)
+    backend = next((backend for backend in chosen if backend.refuses(op) is None), None)
+    return (adapter, backend.lower(op, {})) if backend and backend.prefill else None
 
 
 @attrs.frozen(kw_only=True)
@@ -129,13 +152,16 @@ class FusionReport:
 class Fusion:
     """A fused model: what was put in, and the way to take it out. Also a context manager, which removes at exit."""
 
-    def __init__(self, mode: int, backends: Sequence[str], strict: bool, moe: str, probe: bool) -> None:
+    def __init__(
+        self, mode: int, backends: Sequence[str], strict: bool, moe: str, probe: bool, segments: bool = False
+    ) -> None:
         self.mode = mode
         self.backends = tuple(backends)
         self.strict = strict
         self.moe = moe
         self.probe = Probe() if probe else None
-        self.options = (mode, tuple(backends), strict, moe, probe)
+        self.segments = segments
+        self.options = (mode, tuple(backends), strict, moe, probe, segments)
         self.layers: dict[int, nn.Module] = {}
         self.refused: dict[int, tuple[nn.Module, str]] = {}
 
@@ -172,10 +198,14 @@ def fuse(
     backends: str | Sequence[str] | None = None,
     strict: bool = False,
     moe: str = "moe_4",
+    segments: bool = False,
     probe: bool = True,
     check_upstream: bool = True,
 ) -> Fusion:
-    """Run the decode steps of a model's layers through fused plans. Prefill stays upstream's.
+    """Run the decode steps of a model's layers through fused plans.
+
+    Prefill stays upstream's, but for the recurrence on CUDA in mode 2, which is gdn_step's: upstream has no kernel for
+    it there.
 
     mode: 0 nothing, 1 the MoE alone, 2 whole layers. backends: names in order of preference, default
     :func:`qfuse.backends.default`; an op that none of them takes is run by its reference. strict: raise on anything
@@ -184,6 +214,8 @@ def fuse(
     probe: on a backend that compiles kernels, check each distinct op against its reference before it is used, and
     leave one that fails to the next backend, see docs/design.md for what it costs. check_upstream: refuse an mlx-lm
     whose code is not the one that the plans stand in for, see qfuse.upstream.
+    segments: the nodes of a layer before and after its kv cache's update as one function each that MLX compiles, which
+    spares Python most of its work at a token; a batch with a mask over its keys runs without.
 
     Each layer instance gets a subclass of its own class; other models, the parameters and ``isinstance`` are as before.
     Fusing a fused model again with the same options returns its Fusion.
@@ -198,10 +230,12 @@ def fuse(
         raise ValueError(f"[fuse.moe] wants {' or '.join(MOE_GRAPHS)}, got {moe}")
     for name in names:
         backend_table.get(name)
+    if segments and "sim" in names:
+        raise ValueError("[fuse.segments] wants backends that MLX can compile, got sim")
     layers = models.decoder_layers(model)
     if check_upstream and mode and (reason := upstream.moved()):
         raise RefusedError(f"[fuse] {reason}; check_upstream=False fuses all the same")
-    fusion = Fusion(mode, names, strict, moe, probe)
+    fusion = Fusion(mode, names, strict, moe, probe, segments)
     existing = next((layer._qfuse.fusion for layer in layers if is_fused(layer)), None)
     if existing is not None:
         if existing.options != fusion.options:

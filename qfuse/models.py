@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as caches
 from mlx_lm.models import gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
+from mlx_lm.models.gated_delta import compute_g, normalize_qk
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
 from . import graphs
@@ -24,7 +25,11 @@ MAX_ROWS = 8
 MODEL_TYPES = ("qwen3_5_moe", "qwen3_5", "qwen3_next")
 """The model types of config.json that are fused."""
 
+LONG = 4096
+"""Keys that a cache may have room for before attention over it is split into more blocks."""
+
 PREFILL = "prefill, S > 1"
+PREFILL_GDN = "prefill, S > 1, with gdn_step"
 
 
 class RefusedError(ValueError):
@@ -53,8 +58,13 @@ class Adapter(Protocol):
     @property
     def weights(self) -> Mapping[str, mx.array | QArray]: ...
 
-    def graph(self, dtype: str, *, masked: bool = False, moe: str = "moe_4", part: str = "") -> Graph:
-        """The declared graph of the layer's part, or of another, for activations of ``dtype``."""
+    def graph(
+        self, dtype: str, *, masked: bool = False, moe: str = "moe_4", part: str = "", blocks: int | None = None
+    ) -> Graph:
+        """The declared graph of the layer's part, or of another, for activations of ``dtype``.
+
+        blocks: of sdpa_partial, in place of its own number.
+        """
 
     def mix(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """The mixer by upstream's own modules: r [B, 1, H]."""
@@ -64,6 +74,9 @@ class Adapter(Protocol):
 
     def inputs(self, x: mx.array, mask: Any, cache: Any) -> tuple[Any, ...]:
         """What the layer's plan takes for one step, x [B, 1, H], in its order."""
+
+    def long(self, cache: Any) -> bool:
+        """Whether the cache has room for more than LONG keys."""
 
     def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """One fused step, x [B, 1, H] → the plan's first output [B, 1, H], the cache brought up to date."""
@@ -135,8 +148,11 @@ class LayerAdapter:
     dims: Mapping[str, Any]
     weights: Mapping[str, mx.array | QArray]
 
-    def graph(self, dtype: str, *, masked: bool = False, moe: str = "moe_4", part: str = "") -> Graph:
-        return _graph(self.kind, tuple(sorted({**self.dims, "T": dtype}.items())), masked, moe, part or self.part)
+    def graph(
+        self, dtype: str, *, masked: bool = False, moe: str = "moe_4", part: str = "", blocks: int | None = None
+    ) -> Graph:
+        dims = {**self.dims, "T": dtype} | ({} if blocks is None else {"blocks": blocks})
+        return _graph(self.kind, tuple(sorted(dims.items())), masked, moe, part or self.part)
 
 
 @lru_cache(maxsize=256)
@@ -158,22 +174,16 @@ class GDNAdapter(LayerAdapter):
             _wants_cache(cache, caches.ArraysCache)
             if cache.lengths is not None:
                 return "the cache has lengths left from a ragged prefill"
-        if mask is not None and mask.shape != (x.shape[0], 1):
-            return f"mask {tuple(mask.shape)} is not [B, 1]"
+        if mask is not None and mask.shape != x.shape[:2]:
+            return f"mask {tuple(mask.shape)} is not [B, {x.shape[1]}]"
         return None
 
+    def long(self, cache: Any) -> bool:  # noqa: ARG002 (a state is of one size)
+        return False
+
     def inputs(self, x: mx.array, mask: Any, cache: Any) -> tuple[Any, ...]:
-        B, _, H = x.shape
-        conv_state, state = (cache[0], cache[1]) if cache is not None else (None, None)
-        d = self.dims
-        if conv_state is None:
-            conv_state = mx.zeros((B, d["Kc"] - 1, d["C"]), x.dtype)
-        if state is None:
-            state = mx.zeros((B, d["Hv"], d["Dv"], d["Dk"]), mx.float32)
-        elif state.dtype != mx.float32:
-            state = state.astype(mx.float32)  # caches saved by older mlx-lm hold it in bf16
-        masks = () if mask is None else (mask.reshape(B),)
-        return x.reshape(B, H), conv_state, state, *masks
+        masks = () if mask is None else (mask.reshape(x.shape[0]),)
+        return x.reshape(x.shape[0], -1), *self._states(x, cache), *masks
 
     def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
         out, conv_state, state = plan.run(*self.inputs(x, mask, cache))
@@ -181,6 +191,45 @@ class GDNAdapter(LayerAdapter):
             cache[0], cache[1] = conv_state, state
             cache.advance(1)
         return out.reshape(x.shape)
+
+    def prefill(self, step: Callable[..., Any], layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        """A prompt, x [B, S, H] → [B, S, H], by upstream's own modules but for the recurrence, which is ``step``'s.
+
+        step: a gdn_step of M = B·S rows. Raises TypeError on a cache of the wrong class.
+        """
+        m, d = layer.linear_attn, self.dims
+        B, S, _ = x.shape
+        M, keys = B * S, d["Hk"] * d["Dk"]
+        n = layer.input_layernorm(x)
+        qkv, z, b, a = (proj(n) for proj in (m.in_proj_qkv, m.in_proj_z, m.in_proj_b, m.in_proj_a))
+        if mask is not None:
+            qkv = mx.where(mask[..., None], qkv, 0)
+        conv_state, state = self._states(x, cache)
+        window = mx.concatenate([conv_state, qkv], axis=1)
+        qkv = nn.silu(m.conv1d(window))
+        q, k = (part.reshape(M, d["Hk"], d["Dk"]) for part in mx.split(qkv[..., : 2 * keys], 2, axis=-1))
+        q, k = normalize_qk(q, k, inv_scale=d["Dk"] ** -0.5, eps=1e-6)
+        g = compute_g(m.A_log, a, m.dt_bias).reshape(M, -1)
+        beta = mx.sigmoid(b).astype(mx.float32).reshape(M, -1)
+        y, state = step(q, k, qkv.reshape(M, -1), g, beta, state, None if mask is None else mask.reshape(M))
+        if cache is not None:
+            cache[0], cache[1] = mx.contiguous(window[:, 1 - d["Kc"] :]), state
+            cache.advance(S)
+        y = m.norm(y.reshape(B, S, d["Hv"], d["Dv"]), z.reshape(B, S, d["Hv"], d["Dv"]))
+        h = x + m.out_proj(y.reshape(B, S, -1))
+        return h + layer.mlp(layer.post_attention_layernorm(h))
+
+    def _states(self, x: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
+        """conv_state and state of a cache, zeros where there is none yet."""
+        conv_state, state = (cache[0], cache[1]) if cache is not None else (None, None)
+        B, d = x.shape[0], self.dims
+        if conv_state is None:
+            conv_state = mx.zeros((B, d["Kc"] - 1, d["C"]), x.dtype)
+        if state is None:
+            state = mx.zeros((B, d["Hv"], d["Dv"], d["Dk"]), mx.float32)
+        elif state.dtype != mx.float32:
+            state = state.astype(mx.float32)  # caches saved by older mlx-lm hold it in bf16
+        return conv_state, state
 
 
 @attrs.frozen(kw_only=True)
@@ -203,6 +252,9 @@ class GQAAdapter(LayerAdapter):
         if mask is not None and (mask.dtype != mx.bool_ or mask.shape[:-1] not in ((x.shape[0], 1, 1), (1, 1, 1))):
             return f"mask {tuple(mask.shape)} {mask.dtype} is not a boolean [B, 1, 1, N]"
         return None
+
+    def long(self, cache: Any) -> bool:
+        return cache.keys is not None and cache.keys.shape[2] > LONG
 
     def inputs(self, x: mx.array, mask: Any, cache: Any) -> tuple[Any, ...]:
         B, _, H = x.shape

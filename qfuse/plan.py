@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import attrs
@@ -74,9 +75,18 @@ class Plan:
     """Runs the nodes of one graph in order. Made by :func:`build`.
 
     inputs, outputs: names, in the order that :meth:`run` takes and gives them. steps: one per node.
+    segments: run what lies between two nodes with a handle as one function compiled by MLX.
     """
 
-    def __init__(self, graph: Graph, steps: Sequence[Step], inputs: Sequence[str], outputs: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        steps: Sequence[Step],
+        inputs: Sequence[str],
+        outputs: Mapping[str, int],
+        *,
+        segments: bool = False,
+    ) -> None:
         self.graph = graph
         self.steps = tuple(steps)
         self.inputs = tuple(inputs)
@@ -84,7 +94,10 @@ class Plan:
         self._output_slots = tuple(outputs.values())
         size = 1 + max([len(inputs), *(slot for step in steps for slot in step.writes)])
         self._spare = [None] * (size - len(inputs))
-        self._hot = tuple((s.call, s.reads, s.writes if len(s.writes) > 1 else s.writes[0]) for s in steps)
+        calls = [(step.call, step.reads, step.writes) for step in steps]
+        if segments:
+            calls = _segments(self.steps, {*self._output_slots})
+        self._hot = tuple((call, reads, writes if len(writes) > 1 else writes[0]) for call, reads, writes in calls)
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
         """Run every node on ``inputs`` (in the order of ``self.inputs``; an absent optional one is None).
@@ -174,6 +187,45 @@ class Plan:
 
 
 Refuses = Callable[[backends.Backend, Node, backends.Weights], str | None]
+Call = tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]
+
+
+def _segments(steps: Sequence[Step], outputs: set[int]) -> list[Call]:
+    """The steps as calls, each run of steps without a handle as one that MLX compiles at its first use in a thread."""
+    runs = [list(run) for _, run in groupby(steps, lambda step: bool(step.node.op.select("handle")))]
+    calls: list[Call] = []
+    for number, run in enumerate(runs):
+        if run[0].node.op.select("handle"):
+            calls += [(step.call, step.reads, step.writes) for step in run]
+            continue
+        later = outputs.union(*(step.reads for after in runs[number + 1 :] for step in after))
+        calls.append(_compiled(run, later))
+    return calls
+
+
+def _compiled(run: Sequence[Step], later: Iterable[int]) -> Call:
+    """One call for a run of steps. later: slots that are read after it.
+
+    An optional input that the graph does not wire is in no slot and stays None. MLX keeps a trace for each thread,
+    stream and set of shapes: what grows with every token must not come in as a shape.
+    """
+    written = {slot for step in run for slot in step.writes}
+    absent = {slot for step in run for arg, slot in zip(step.node.op.inputs(), step.reads, strict=True)
+              if arg not in step.node.inputs}  # fmt: skip
+    reads = tuple(sorted({slot for step in run for slot in step.reads} - written - absent))
+    writes = tuple(sorted(written & {*later}))
+
+    def function(*values: mx.array) -> list[mx.array]:
+        slots: dict[int, Any] = dict.fromkeys(absent) | dict(zip(reads, values, strict=True))
+        for step in run:
+            results = step.node.op.as_tuple(step.call(*[slots[i] for i in step.reads]))
+            slots.update(zip(step.writes, results, strict=True))
+        return [slots[i] for i in writes]
+
+    compiled = mx.compile(function)
+    if len(writes) > 1:
+        return compiled, reads, writes
+    return lambda *values: compiled(*values)[0], reads, writes
 
 
 def build(
@@ -181,13 +233,16 @@ def build(
     weights: Mapping[str, mx.array | QArray],
     names: Sequence[str | backends.Backend] = ("reference",),
     refuses: Refuses | None = None,
+    *,
+    segments: bool = False,
 ) -> Plan:
     """Flatten ``graph``, each node lowered by the first of the backends in ``names`` that takes its op.
 
     weights: by ``node.spec`` name, kept by reference. names: backends, or their names; an op that none of them takes
     falls to the reference, with every reason in the report. A backend need not run here: its plans can be traced
     anywhere. refuses: why a backend is not to run a node with these weights, or None; default what the backend says of
-    the op, with nothing probed as fuse() does.
+    the op, with nothing probed as fuse() does. segments: as of :class:`Plan`; every weight is evaluated, since what MLX
+    has to compute of a constant it would compute at every call.
     Raises SpecError when a weight is missing or does not fit, ValueError on an unknown backend.
     """
     chosen = [backends.find(name) for name in names]
@@ -219,7 +274,10 @@ def build(
         reads = tuple(slot_of[node.inputs[arg]] if arg in node.inputs else absent for arg in node.op.inputs())
         name = "library" if node.op.library else backend.name
         steps.append(Step(node, name, backend.lower(node.op, bound), reads, writes, refusals))
-    return Plan(graph, steps, list(graph.inputs()), {out: slot_of[source] for out, source in graph.outputs().items()})
+    if segments:
+        mx.eval([array.parts() if isinstance(array, QArray) else array for array in weights.values()])
+    outputs = {out: slot_of[source] for out, source in graph.outputs().items()}
+    return Plan(graph, steps, list(graph.inputs()), outputs, segments=segments)
 
 
 def _primitive(event: Mapping[str, Any]) -> Primitive:

@@ -9,17 +9,20 @@ from test_ops import KERNELS, VARIANTS
 from qfuse import REGISTRY, backends
 from qfuse.backends.cuda import translate
 from qfuse.backends.kernel import KernelText, _dtype, _parts, render
+from qfuse.op import Schedule
 from qfuse.testing import sample
 
+BOUNDS = "#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({})\n"
 
-def text_of(name, shape="small", **kwargs):
+
+def text_of(name, shape="small", schedule=None, **kwargs):
     """The rendered text with what it is launched on: arrays in, dtypes out."""
     op, arguments = sample(REGISTRY[name], shape, **kwargs)
     present = frozenset(n for n in op.inputs() if n in arguments)
     env = op.bind(arguments)
     inputs = [part for n in (op.inputs() | op.weights()) if n in arguments for part in _parts(arguments[n])]
     outputs = [_dtype(spec, env) for spec in op.select("out").values()]
-    return render(op, env, present, op.schedule("cuda")), inputs, outputs
+    return render(op, env, present, schedule or op.schedule("cuda")), inputs, outputs
 
 
 def test_it_is_refused_where_there_is_no_cuda(monkeypatch):
@@ -48,7 +51,7 @@ def test_a_line_of_the_shim_brings_the_words_that_it_needs_itself():
 def test_a_text_is_the_one_that_metal_is_given(name):
     text, *_ = text_of(name)
     header, source = translate(text)
-    assert header.endswith(f"{text.header}\n")
+    assert header.removesuffix(BOUNDS.format(text.threads)).endswith(f"{text.header}\n")
     assert source.endswith(text.source)
     assert len(header) + len(source) < len(text.header) + len(text.source) + 2300
 
@@ -78,6 +81,16 @@ def test_every_op_compiles(nvrtc, arch, variant):
     texts = {name: text_of(name, **VARIANTS[variant]) for name in KERNELS}
     found = nvrtc.compile_together([nvrtc.function(*text) for text in texts.values()], arch)
     assert found.keys() == {text.name for text, *_ in texts.values()}
+
+
+def test_a_block_of_many_threads_leaves_each_the_registers_that_there_are(nvrtc):
+    made = text_of("route_swiglu", "odd", Schedule(rows=8, simdgroups=16, take=32))
+    program = nvrtc.START + nvrtc.function(*made)
+    bounds = BOUNDS.format(512)
+    assert bounds in program
+    (with_bounds,) = nvrtc.compile_program(program, "sm_90a").values()
+    (without,) = nvrtc.compile_program(program.replace(bounds, ""), "sm_90a").values()
+    assert with_bounds.registers * 512 <= 65536 < without.registers * 512
 
 
 def test_at_production_size_nothing_spills_and_blocks_fit(nvrtc):

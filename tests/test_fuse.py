@@ -2,6 +2,7 @@
 
 import copy
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -70,6 +71,33 @@ def test_fusing_twice_is_a_no_op_and_with_other_options_an_error(model):
         fuse(model, mode=1, backends="reference")
 
 
+def test_segments_give_what_single_calls_do_while_the_cache_grows_and_in_another_thread():
+    model = make_model(num_hidden_layers=2, full_attention_interval=2)
+    cache = make_prompt_cache(model)
+    cache[1].step = 4  # a new buffer after every fourth key
+    twin = copy.deepcopy(cache)
+    twin[1].step = 4
+    with fuse(model, backends="reference"):
+        expected = logits(model, cache, tokens=4)
+    with fuse(model, backends="reference", segments=True) as fusion:
+        assert [len(layer._qfuse.plan(mx.float32)._hot) for layer in model.layers] == [1, 3]
+        assert rms(logits(model, twin, tokens=4) - expected) < 1e-5 * rms(expected)
+        with ThreadPoolExecutor(1) as pool:
+            again = pool.submit(lambda: mx.eval(out := logits(model, tokens=4)) or out).result()
+        assert rms(again - expected) < 1e-5 * rms(expected)
+        assert fusion.segments
+        with pytest.raises(ValueError, match="wants the options it was fused with"):
+            fuse(model, backends="reference")
+
+
+def test_segments_leave_a_layer_whose_mask_grows_as_it_is():
+    model = make_model()
+    with fuse(model, backends="reference", segments=True):
+        gdn, gqa = model.layers[0]._qfuse, model.layers[3]._qfuse
+        assert len(gdn.plan(mx.float32, masked=True)._hot) == 1
+        assert len(gqa.plan(mx.float32, masked=True)._hot) == len(gqa.plan(mx.float32, masked=True).steps)
+
+
 def test_mode_0_fuses_nothing(model):
     fusion = fuse(model, mode=0)
     assert fusion.report().fused == 0
@@ -118,6 +146,11 @@ def test_report_counts_layers_dispatches_and_calls(model):
         ({"moe": "moe_6"}, ValueError, r"\[fuse\.moe\] wants moe_4 or moe_5, got moe_6"),
         ({"backends": "foo"}, ValueError, r"\[backend\] wants one of reference, .*, got foo"),
         ({"backends": ("reference", "bar")}, ValueError, r"got bar"),
+        (
+            {"backends": "sim", "segments": True},
+            ValueError,
+            r"\[fuse\.segments\] wants backends that MLX can compile, got sim",
+        ),
     ],
 )
 def test_options_that_do_not_exist(model, options, error, message):

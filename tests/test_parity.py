@@ -6,7 +6,7 @@ from conftest import inputs, make_model, rms
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
 
-from qfuse import build, fuse, graphs, models, tiny
+from qfuse import backends, build, fuse, graphs, models, tiny
 
 GRAPHS = [
     ("gdn", 1, "moe_4"),
@@ -71,6 +71,38 @@ def test_layer_in_half_precision_is_as_close_to_f32_as_upstream(kind, mode, moe,
     model.set_dtype(mx.float32)
     exact, _ = steps(layer, kind, x.astype(mx.float32), 6)
     assert rms(got - exact) <= 2 * rms(upstream - exact)
+
+
+@pytest.mark.parametrize("padding", [None, [0, 2, 5]])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_prefill_with_gdn_step(sim, monkeypatch, dtype, padding):
+    model = make_model(dtype=dtype, num_experts=2)
+    monkeypatch.setattr(backends.BACKENDS[sim], "prefill", True, raising=False)
+    layer, x = model.layers[0], inputs(3, 3, 9, dtype=dtype)
+    upstream, upstream_cache = steps(layer, "gdn", x, 8, padding)
+    with fuse(model, backends=sim, strict=True) as fusion:
+        got, cache = steps(layer, "gdn", x, 8, padding)
+        calls = fusion.report().layers[0].calls
+    assert calls == {models.PREFILL_GDN: 1, "fused": 1}
+    assert [(a.shape, a.dtype) for a in content(cache)] == [(a.shape, a.dtype) for a in content(upstream_cache)]
+    model.set_dtype(mx.float32)
+    exact, exact_cache = steps(layer, "gdn", x.astype(mx.float32), 8, padding)
+    for ours, theirs, true in zip(
+        [got, *content(cache)], [upstream, *content(upstream_cache)], [exact, *content(exact_cache)], strict=True
+    ):
+        assert rms(ours - true) <= max(2 * rms(theirs - true), 1e-5 * rms(true))
+
+
+def test_prompts_are_upstreams_where_it_has_a_kernel_or_the_cache_a_ragged_past(sim, monkeypatch):
+    model, x = make_model(), inputs(4, 2, 5)
+    layer = model.layers[0]
+    for made, lengths in ((False, None), (True, [3, 5])):
+        monkeypatch.setattr(backends.BACKENDS[sim], "prefill", made, raising=False)
+        cache = ArraysCache(2)
+        cache.lengths = lengths and mx.array(lengths)
+        with fuse(model, backends=sim, strict=True) as fusion:
+            layer(x, cache=cache)
+            assert fusion.report().layers[0].calls == {models.PREFILL: 1}
 
 
 @pytest.mark.parametrize("kind", ["gdn", "gqa"])

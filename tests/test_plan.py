@@ -1,7 +1,7 @@
 import mlx.core as mx
 import pytest
 
-from qfuse import Graph, Quant, SpecError, backends, build, op
+from qfuse import Graph, Plan, Quant, SpecError, backends, build, op
 from qfuse.graphs import moe_5
 from qfuse.op import Op
 from qfuse.ops import GDNStep, RMSNorm
@@ -44,6 +44,24 @@ def test_run_and_debug_agree_and_debug_names_every_tensor(plan):
     assert mx.array_equal(out, seen["moe_combine.out"])
     assert set(seen) >= {"a", "x", "o_proj.y", "norm_router.h", "route_swiglu.indices", "expert_down.d_shared"}
     assert "expert_down.d_routed" not in plan.debug(*arguments(), until="route_swiglu")
+
+
+def test_segments_are_calls_that_mlx_compiles(plan):
+    outputs = dict(zip(plan.outputs, plan._output_slots, strict=True))
+    segments = Plan(plan.graph, plan.steps, plan.inputs, outputs, segments=True)
+    assert len(segments._hot) == 1 < len(plan._hot)
+    for B in (3, 3):
+        assert mx.allclose(segments.run(*arguments(B))[0], plan.run(*arguments(B))[0], rtol=1e-5)
+
+
+def test_a_weight_that_is_yet_to_be_computed_is_computed_once_for_all_calls():
+    graph = Graph("norm")
+    graph.output(y=RMSNorm(H=64)(x=graph.input("x", "B, H"), node="norm"))
+    ready, lazy = mx.sin(mx.arange(64.0)), mx.sin(mx.arange(64.0))
+    mx.eval(ready)
+    plans = [build(graph, {"norm.w_norm": weight}, ("reference",), segments=True) for weight in (ready, lazy)]
+    first, second = ([primitive.name for primitive in plan.trace(mx.ones((1, 64)))] for plan in plans)
+    assert first == second
 
 
 def test_rows_do_not_depend_on_each_other(plan):

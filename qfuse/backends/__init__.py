@@ -17,10 +17,12 @@ class Backend(Protocol):
     """What a backend offers. ``lower`` is called once per node, its result once per token.
 
     probes: whether fuse() checks each distinct op on it before it is used, as it does where kernels are compiled.
+    prefill: whether a prompt's recurrence goes to its gdn_step, where upstream has no kernel and loops over time.
     """
 
     name: str
     probes: bool
+    prefill: bool
 
     def unavailable(self) -> str | None:
         """Why nothing can run here, or None."""

@@ -27,11 +27,15 @@ ATTRIBUTES = {
 }
 """What Metal gives a kernel as parameters, for a one-dimensional grid of whole threadgroups."""
 
+BOUND = 256
+"""Threads of which each can have all the registers that there are for one; with more, NVRTC must be told the number."""
+
 
 class CudaBackend(KernelBackend):
     """NVIDIA GPUs, by MLX's CUDA build. Plans can be built without one; running them needs it."""
 
     name = "cuda"
+    prefill = True  # upstream loops over time there
 
     def unavailable(self) -> str | None:
         return None if mx.cuda.is_available() else "MLX has no CUDA device on this machine"
@@ -58,7 +62,11 @@ def translate(text: KernelText) -> tuple[str, str]:
         if name in words:
             taken.append(line)
             words.update(re.findall(r"\w+", line))
-    return "".join(f"{line}\n" for line in [*reversed(taken), text.header]), "\n".join([*positions, text.source])
+    bounds = []
+    if text.threads > BOUND:  # MLX writes the kernel's signature after the header
+        bounds = ["#undef __global__", f"#define __global__ __attribute__((global)) __launch_bounds__({text.threads})"]
+    header = "".join(f"{line}\n" for line in [*reversed(taken), text.header, *bounds])
+    return header, "\n".join([*positions, text.source])
 
 
 @cache

@@ -32,13 +32,17 @@ MAX_LAUNCHES = 256
 
 @attrs.frozen
 class KernelText:
-    """What a compiler is given. name: the op's with a digest of the text, so that no two texts share one."""
+    """What a compiler is given. name: the op's with a digest of the text, so that no two texts share one.
+
+    threads: of a threadgroup, which some compilers must know.
+    """
 
     name: str
     header: str
     source: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    threads: int = SIMD
 
 
 @attrs.frozen
@@ -68,8 +72,9 @@ def render(
             inputs += [name, f"{name}_scales", f"{name}_biases"] if spec.kind == "qweight" else [name]
     prelude = _prelude(op, env, present, whole_words(op, schedule), body)
     source = "\n".join([*prelude, f'#line 1 "{path.name}"', body] if lines else [*prelude, body]) + "\n"
-    digest = sha256((header + source).encode()).hexdigest()[:8]
-    return KernelText(f"{op.name}_{digest}", header, source, tuple(inputs), tuple(op.select("out")))
+    threads = SIMD * schedule.simdgroups
+    digest = sha256(f"{header}{source}{threads}".encode()).hexdigest()[:8]
+    return KernelText(f"{op.name}_{digest}", header, source, tuple(inputs), tuple(op.select("out")), threads)
 
 
 def whole_words(op: Op, schedule: Schedule) -> Schedule:
@@ -156,6 +161,7 @@ class KernelBackend:
     name: str
     probes = True
     lines = False
+    prefill = False
 
     def __init__(self) -> None:
         self._compiled: dict[str, Callable[..., Any]] = {}

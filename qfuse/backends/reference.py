@@ -15,6 +15,7 @@ class ReferenceBackend:
 
     name = "reference"
     probes = False
+    prefill = False
 
     def unavailable(self) -> str | None:
         return None

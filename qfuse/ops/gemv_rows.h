@@ -35,6 +35,11 @@ inline void gemv_load(thread float (&v)[V], const device X* x, int row, int k) {
   for (int i = 0; i < V; ++i) v[i] = gemv_value<X>(w[i / PER], i % PER);
 }
 
+template <typename X>
+inline void gemv_load(thread float (&v)[1], const device X* x, int row, int k) {
+  v[0] = float(x[row + k]);
+}
+
 template <int K, int B, int V, typename X>
 inline void gemv_inputs(thread float (&v)[B][V], thread float (&sum)[B], X x, int k) {
   for (int b = 0; b < B; ++b) {
@@ -46,26 +51,28 @@ inline void gemv_inputs(thread float (&v)[B][V], thread float (&sum)[B], X x, in
 
 // The i-th code of a run that starts at a word: codes follow one another, whatever their width.
 template <int BITS, int N>
-inline float gemv_code(thread uint (&w)[N], int i) {
+inline uint gemv_code(thread uint (&w)[N], int i) {
   const int at = BITS * i / 32, shift = BITS * i % 32;
   uint code = w[at] >> shift;
   if (shift + BITS > 32) code |= w[at + 1] << (32 - shift);
-  return float(code & ((1u << BITS) - 1));
+  return code & ((1u << BITS) - 1);
 }
 
 template <int BITS, int GROUP, int K, int R, int B, int V, typename S>
 inline void gemv_rows(
     thread float (&acc)[R][B], thread float (&v)[B][V], thread float (&sum)[B],
     const device uint* w, S scales, S biases, int row, int last, int k) {
+  constexpr float MIDDLE = 1 << (BITS - 1);
   for (int r = 0; r < R; ++r) {
     const int n = metal::min(row + r, last), g = n * (K / GROUP) + k / GROUP;
     uint codes[V * BITS / 32];
     gemv_words<BITS % 4 == 0>(codes, w + n * (K / 32 * BITS) + k / 8 * BITS / 4);
-    const float scale = float(scales[g]), bias = float(biases[g]);
+    const float scale = float(scales[g]), bias = float(biases[g]) + MIDDLE * scale;
     float dot[B] = {};
     for (int i = 0; i < V; ++i) {
-      const float code = gemv_code<BITS>(codes, i);
-      for (int b = 0; b < B; ++b) dot[b] += code * v[b][i];
+      const uint code = gemv_code<BITS>(codes, i);
+      const float u = as_type<float>(0x4b000000u | code) - (8388608.0f + MIDDLE);  // the bits of 2^23 + code
+      for (int b = 0; b < B; ++b) dot[b] += u * v[b][i];
     }
     for (int b = 0; b < B; ++b) acc[r][b] += scale * dot[b] + bias * sum[b];
   }

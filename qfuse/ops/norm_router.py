@@ -15,7 +15,7 @@ class NormRouter(Op):
 
     H: int
     E: int
-    part: int = 32
+    part: int = 16
 
     r = In("B, H")
     x = In("B, H")

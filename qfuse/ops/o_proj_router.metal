@@ -1,11 +1,13 @@
 #include "dense.h"
-// A threadgroup takes `part` columns of h, whose squares make one partial whatever the schedule, or rows of the router.
-constexpr int P = (H + part - 1) / part, ROUTER = rows * simdgroups;
+// A threadgroup takes `part` columns of h, whose squares make one partial whatever the schedule, or a row of the router
+// a simdgroup: those are long, and few.
+constexpr int P = (H + part - 1) / part;
 threadgroup float squares[B * part];
 const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
-for (int tile = threadgroup_position_in_grid.x; tile < P + (E + ROUTER - 1) / ROUTER; tile += threadgroups_per_grid.x) {
+constexpr int ALL = P + (E + simdgroups - 1) / simdgroups;
+for (int tile = threadgroup_position_in_grid.x; tile < ALL; tile += threadgroups_per_grid.x) {
   if (tile < P) {
-    for (int first = simd * rows; first < part; first += ROUTER) {
+    for (int first = simd * rows; first < part; first += rows * simdgroups) {
       const int row = tile * part + first;
       float acc[rows][B] = {};
       gemv<w_o_bits, w_o_group, Ka, take>(acc, a, w_o, w_o_scales, w_o_biases, row, H - 1, lane);
@@ -29,12 +31,12 @@ for (int tile = threadgroup_position_in_grid.x; tile < P + (E + ROUTER - 1) / RO
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   } else {
-    const int row = (tile - P) * ROUTER + simd * rows;
-    float acc[rows][B] = {};
+    const int row = (tile - P) * simdgroups + simd;
+    float acc[1][B] = {};
     dense<Ka>(acc, a, M1, row, E - 1, lane);
     dense<H>(acc, x, Wf, row, E - 1, lane);
     gemv_sum(acc);
-    for (int j = lane; j < rows * B; j += 32)
-      if (row + j % rows < E) router_dot[j / rows * E + row + j % rows] = gemv_pick(acc, j % rows, j / rows);
+    for (int b = lane; b < B; b += 32)
+      if (row < E) router_dot[b * E + row] = gemv_pick(acc, 0, b);
   }
 }

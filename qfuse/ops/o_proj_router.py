@@ -17,7 +17,7 @@ class OProjRouter(Op):
     H: int
     Ka: int
     E: int
-    part: int = 32
+    part: int = 16
 
     a = In("B, Ka")
     x = In("B, H")
@@ -31,8 +31,8 @@ class OProjRouter(Op):
     router_dot = Out("B, E", "f32")
 
     kernel_needs = ("w_o.bits in (2, 3, 4, 5, 6, 8)", "Ka % 32 == 0", "H % 8 == 0")
-    tiles = "(H + part - 1) // part + (E + rows * simdgroups - 1) // (rows * simdgroups)"
-    schedules = {"metal": Schedule(simdgroups=8)}
+    tiles = "(H + part - 1) // part + (E + simdgroups - 1) // simdgroups"
+    schedules = {"metal": Schedule(rows=2, simdgroups=8), "cuda": Schedule(rows=2, simdgroups=8, take=16)}
     samples = {
         "production": {"H": 2048, "Ka": 4096, "E": 256, "B": 1},
         "small": {"H": 128, "Ka": 64, "E": 8, "B": 2},

@@ -1,4 +1,5 @@
 // One simdgroup a head of queries or keys, its lanes over the dims; the partner of a rotated dim is read again.
+constexpr int N = (D + 31) / 32;
 const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
 const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
 for (int i = start; i < B * (Hq + Hkv); i += step) {
@@ -6,19 +7,22 @@ for (int i = start; i < B * (Hq + Hkv); i += step) {
   const bool query = head < Hq;
   auto in = query ? queries + (b * Hq + head) * D : keys + (b * Hkv + head - Hq) * D;
   auto out = query ? q_rot + (b * Hq + head) * D : k_rot + (b * Hkv + head - Hq) * D;
-  float sum = 0;
-  for (int d = lane; d < D; d += 32) sum += float(in[d]) * float(in[d]);
+  float x[N], sum = 0;
+  for (int j = 0; j < N; ++j) {
+    const int d = metal::min(lane + 32 * j, D - 1);
+    const float value = float(in[d]);
+    x[j] = value * (query ? float(w_qnorm[d]) : float(w_knorm[d]));
+    if (lane + 32 * j < D) sum += value * value;
+  }
   const float scale = metal::rsqrt(simd_sum(sum) / D + eps);
-  for (int d = lane; d < D; d += 32) {
-    const float w = query ? float(w_qnorm[d]) : float(w_knorm[d]);
-    float x = scale * w * float(in[d]);
+  for (int j = 0; j < N; ++j) {
+    const int d = lane + 32 * j;
     if (d < R) {
       const int p = d % (R / 2), partner = d < R / 2 ? d + R / 2 : p;
-      const float v = query ? float(w_qnorm[partner]) : float(w_knorm[partner]);
-      const float y = scale * v * float(in[partner]);
+      const float y = float(in[partner]) * (query ? float(w_qnorm[partner]) : float(w_knorm[partner]));
       const float angle = position[b] * metal::exp2(float(p) / (-R / 2) * metal::log2(theta));
-      x = x * metal::cos(angle) + (d < R / 2 ? -y : y) * metal::sin(angle);
+      x[j] = x[j] * metal::cos(angle) + (d < R / 2 ? -y : y) * metal::sin(angle);
     }
-    out[d] = T(x);
+    if (d < D) out[d] = T(scale * x[j]);
   }
 }

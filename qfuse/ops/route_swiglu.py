@@ -4,7 +4,7 @@ import attrs
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..op import Op, op
+from ..op import Op, Schedule, op
 from ..spec import In, Out, Quant, QWeight
 
 
@@ -49,10 +49,10 @@ class RouteSwiglu(GateUp, Op):
 
     eps: float = 1e-6
     norm_topk: bool = True
-    part: int = 32
+    part: int = 16
 
     hw = In("B, H")
-    x2 = In("B, (H + part - 1) // part", "f32", domain="(20, 44)")
+    x2 = In("B, (H + part - 1) // part", "f32", domain="(8, 24)")
     router_dot = In("B, E", "f32")
     w_shared_gate: Quant = QWeight("1, H")
     act_routed = Out("B, k, I", "f32")
@@ -64,6 +64,7 @@ class RouteSwiglu(GateUp, Op):
     needs = ("k <= E",)
     kernel_needs = (*GateUp.kernel_needs, "w_shared_gate.bits in (2, 3, 4, 5, 6, 8)", "H >= 64", "E <= 1024", "k <= 32")
     tiles = "(B * k * ((I + rows - 1) // rows) + (Is + rows - 1) // rows + 1 + simdgroups - 1) // simdgroups"
+    schedules = {"cuda": Schedule(rows=2, simdgroups=4, take=16)}
 
     def reference(self, hw, x2, router_dot, w_gate, w_up, ws_gate, ws_up, w_shared_gate):
         r = mx.rsqrt(x2.sum(axis=-1, keepdims=True) / self.H + self.eps)

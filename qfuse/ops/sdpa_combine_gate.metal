@@ -1,5 +1,6 @@
-// A simdgroup takes 32 columns of one head; its lanes first weigh the blocks, then hand the weights round.
-constexpr int COLUMNS = (D + 31) / 32, N = (blocks + 31) / 32;
+// A simdgroup takes 32 columns of one head; its lanes first weigh the blocks, then hand the weights round. It reads
+// AHEAD blocks at a time; past the last, that one again at weight 0.
+constexpr int COLUMNS = (D + 31) / 32, N = (blocks + 31) / 32, AHEAD = 16;
 const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
 const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
 for (int i = start; i < B * Hq * COLUMNS; i += step) {
@@ -17,9 +18,11 @@ for (int i = start; i < B * Hq * COLUMNS; i += step) {
   }
   total = simd_sum(total);
   for (int j = 0; j < N; ++j) {
-    for (int n = 32 * j; n < metal::min(32 * j + 32, blocks); ++n) {
-      const float w = simd_shuffle(weight[j], n % 32);
-      if (d < D) o += w * o_part[long(head * blocks + n) * D + d];
+    for (int n = 0; n < 32; n += AHEAD) {
+      float part[AHEAD];
+      for (int m = 0; m < AHEAD; ++m)
+        part[m] = o_part[long(head * blocks + metal::min(32 * j + n + m, blocks - 1)) * D + metal::min(d, D - 1)];
+      for (int m = 0; m < AHEAD; ++m) o += simd_shuffle(weight[j], n + m) * part[m];
     }
   }
   if (d < D) a[head * D + d] = T(total > 0 ? o / total * gate[head * D + d] : 0.0f);

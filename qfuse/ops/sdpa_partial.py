@@ -32,7 +32,7 @@ class SDPAPartial(Op):
     kernel_needs = ("D % 32 == 0",)
     tiles = "B * Hkv * blocks"
     dynamic = ("A", "N")
-    schedules = {"metal": Schedule(simdgroups=8)}
+    schedules = {"metal": Schedule(simdgroups=8), "cuda": Schedule(simdgroups=4)}
     samples = {
         "production": {"Hq": 16, "Hkv": 2, "D": 256, "A": 1024, "N": 1024, "B": 1},
         "small": {"Hq": 4, "Hkv": 2, "D": 64, "A": 256, "N": 200, "B": 2},
