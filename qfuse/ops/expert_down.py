@@ -24,7 +24,7 @@ class ExpertDown(Op):
 
     kernel_needs = ("w_down.bits in (4, 8)", "ws_down.bits in (4, 8)", "I % 32 == 0", "Is % 32 == 0")
     tiles = "((B * k + 1) * ((H + rows - 1) // rows) + simdgroups - 1) // simdgroups"
-    schedules = {"cuda": Schedule(simdgroups=4, take=16)}
+    schedules = {"cuda": Schedule(rows=2, simdgroups=4, take=16)}
     samples = {
         "production": {"H": 2048, "E": 16, "k": 8, "I": 512, "Is": 512, "B": 1},
         "small": {"H": 33, "E": 8, "k": 2, "I": 128, "Is": 64, "B": 2},
