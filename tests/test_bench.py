@@ -75,18 +75,24 @@ def test_traffic_counts_the_chosen_experts_and_the_used_keys(both):
 def test_the_command_prints_a_table_and_keeps_the_numbers(monkeypatch, capsys, tmp_path):
     out = tmp_path / "results" / "cpu.json"
     command = ["qfuse", "bench", "--config", "tiny", "--backend", "reference", "--out", str(out), "--rounds", "1"]
-    for more in (["--steps", "2", "--prefill", "3"], ["--steps", "2"], ["--ops"]):
+    for more in (["--steps", "2", "--prefill", "3"], ["--steps", "2"], ["--steps", "2", "--segments"], ["--ops"]):
         monkeypatch.setattr("sys.argv", command + more)
         with pytest.raises(SystemExit) as stop:
             cli.main()
         assert stop.value.code == 0
     found = json.loads(out.read_text())
-    assert [(row["what"], row["context"]) for row in found["rows"]] == [("prefill", 3), ("decode", 64)]
+    assert [(row["what"], row["context"], row["lowering"]) for row in found["rows"]] == [
+        ("prefill", 3, "reference"),
+        ("decode", 64, "reference"),
+        ("decode", 64, "reference, segments"),
+    ]
     assert found["rows"][1]["vanilla_ms"] / found["rows"][1]["fused_ms"] == pytest.approx(
         found["rows"][1]["ratio"], 1e-3
     )
     assert len(found["ops"]) == 13
-    assert "decode 8-bit B 1 N 64" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "decode 8-bit B 1 N 64" in said.out
+    assert "decode, batch 1, context 64: round 1 of 1, fused" in said.err
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3, qwen3_5
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_prompt_cache
 
-from qfuse import RefusedError, fuse
-from qfuse.fuse import FusionReport, LayerReport, is_fused
+from qfuse import RefusedError, bench, fuse, models
+from qfuse.fuse import LONG_BLOCKS, FusionReport, LayerReport, is_fused
 
 
 @pytest.fixture
@@ -88,6 +88,20 @@ def test_segments_give_what_single_calls_do_while_the_cache_grows_and_in_another
         assert fusion.segments
         with pytest.raises(ValueError, match="wants the options it was fused with"):
             fuse(model, backends="reference")
+
+
+def test_a_cache_with_room_for_more_keys_is_read_in_more_blocks(monkeypatch):
+    model = make_model(num_hidden_layers=2, full_attention_interval=2)
+    with fuse(model, backends="reference"):
+        expected = logits(model, tokens=4)
+    monkeypatch.setattr(models, "LONG", 255)  # a KVCache takes room for 256 at first
+    with fuse(model, backends="reference"):
+        assert rms(logits(model, tokens=4) - expected) < 1e-5 * rms(expected)
+        long = model.layers[1]._qfuse.plan(mx.float32, False, True)
+        (part,) = [step.node.op for step in long.steps if step.node.name == "sdpa_partial"]
+        assert part.blocks == LONG_BLOCKS
+    uses = bench.Bench(model, ("reference",)).uses(1, 8)
+    assert [use.op.blocks for use in uses["sdpa_partial"]] == [LONG_BLOCKS]
 
 
 def test_segments_leave_a_layer_whose_mask_grows_as_it_is():

@@ -31,7 +31,7 @@ BYTES = {
     "moe_combine": 401,
     "norm_router": 4163,
     "o_proj_router": 4465,
-    "qk_norm_rope": 1146,
+    "qk_norm_rope": 1294,
     "route_swiglu": 6473,
     "sdpa_combine_gate": 1054,
     "sdpa_partial": 4410,

@@ -30,7 +30,7 @@ class ExpertDown(Op):
         "Is % 32 == 0",
     )
     tiles = "((B * k + 1) * ((H + rows - 1) // rows) + simdgroups - 1) // simdgroups"
-    schedules = {"cuda": Schedule(simdgroups=4, take=16)}
+    schedules = {"cuda": Schedule(rows=2, simdgroups=4, take=16)}
     samples = {
         "production": {"H": 2048, "E": 16, "k": 8, "I": 512, "Is": 512, "B": 1},
         "small": {"H": 33, "E": 8, "k": 2, "I": 128, "Is": 64, "B": 2},

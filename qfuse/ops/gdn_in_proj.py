@@ -76,7 +76,7 @@ class GDNInProj(Projections, Op):
         "((C + rows - 1) // rows + (Hv*Dv + rows - 1) // rows + 2 * ((Hv + rows - 1) // rows)"
         " + simdgroups - 1) // simdgroups"
     )
-    schedules = {"cuda": Schedule(simdgroups=4, take=16)}
+    schedules = {"cuda": Schedule(rows=2, simdgroups=4, take=16)}
     samples = {
         "production": {"H": 2048, "C": 8192, "Hv": 32, "Dv": 128, "B": 1},
         "small": {"H": 128, "C": 256, "Hv": 4, "Dv": 32, "B": 2},

@@ -32,7 +32,7 @@ class GQAInProj(Op):
         "H % 32 == 0",
     )
     tiles = "((2*Hq*D + rows - 1) // rows + 2 * ((Hkv*D + rows - 1) // rows) + simdgroups - 1) // simdgroups"
-    schedules = {"cuda": Schedule(simdgroups=4, take=16)}
+    schedules = {"cuda": Schedule(rows=2, simdgroups=4, take=16)}
     samples = {
         "production": {"H": 2048, "Hq": 16, "Hkv": 2, "D": 256, "B": 1},
         "small": {"H": 128, "Hq": 4, "Hkv": 2, "D": 32, "B": 2},

@@ -1,4 +1,4 @@
-// One simdgroup a head of queries or keys, its lanes over the dims; the partner of a rotated dim is read again.
+// One simdgroup a head of queries or keys, its lanes over the dims, then over the rotated pairs, which it reads again.
 constexpr int N = (D + 31) / 32;
 const int lane = thread_index_in_simdgroup, step = threadgroups_per_grid.x * simdgroups;
 const int start = threadgroup_position_in_grid.x * simdgroups + simdgroup_index_in_threadgroup;
@@ -15,14 +15,15 @@ for (int i = start; i < B * (Hq + Hkv); i += step) {
     if (lane + 32 * j < D) sum += value * value;
   }
   const float scale = metal::rsqrt(simd_sum(sum) / D + eps);
-  for (int j = 0; j < N; ++j) {
-    const int d = lane + 32 * j;
-    if (d < R) {
-      const int p = d % (R / 2), partner = d < R / 2 ? d + R / 2 : p;
-      const float y = float(in[partner]) * (query ? float(w_qnorm[partner]) : float(w_knorm[partner]));
-      const float angle = position[b] * metal::exp2(float(p) / (-R / 2) * metal::log2(theta));
-      x[j] = x[j] * metal::cos(angle) + (d < R / 2 ? -y : y) * metal::sin(angle);
-    }
-    if (d < D) out[d] = T(scale * x[j]);
+  for (int j = 0; j < N; ++j)
+    if (lane + 32 * j >= R && lane + 32 * j < D) out[lane + 32 * j] = T(scale * x[j]);
+  for (int p = lane; p < R / 2; p += 32) {
+    const int q = p + R / 2;
+    const float angle = position[b] * metal::exp2(float(p) / (-R / 2) * metal::log2(theta));
+    const float cosine = metal::cos(angle), sine = metal::sin(angle);
+    const float first = scale * float(in[p]) * (query ? float(w_qnorm[p]) : float(w_knorm[p]));
+    const float second = scale * float(in[q]) * (query ? float(w_qnorm[q]) : float(w_knorm[q]));
+    out[p] = T(first * cosine - second * sine);
+    out[q] = T(second * cosine + first * sine);
   }
 }
