@@ -176,6 +176,20 @@ class Fusion:
             new_bytes=sum(array.nbytes for layer in self.layers.values() for array in _folded(layer._qfuse.adapter)),
         )
 
+    def warmup(self, rows: Sequence[int] = (1,)) -> None:
+        """Run a step of every layer with so many rows, on caches of its own: kernels are compiled, nothing is counted.
+
+        Raises ValueError on a number of rows that is not fused.
+        """
+        for B in rows:
+            if not 1 <= B <= models.MAX_ROWS:
+                raise ValueError(f"[warmup.rows] wants 1 to {models.MAX_ROWS}, got {B}")
+            for layer in self.layers.values():
+                fused, norm = layer._qfuse, layer.input_layernorm.weight
+                before = Counter(fused.calls)
+                mx.eval(layer(mx.zeros((B, 1, norm.size), norm.dtype), None, models.new_cache(layer)))
+                fused.calls = before
+
     def remove(self) -> None:
         """Give every layer its own class back; the model is what it was before. Doing it twice does nothing."""
         for layer in self.layers.values():

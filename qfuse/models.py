@@ -500,6 +500,11 @@ def vocabulary(model: nn.Module) -> int:
     return model.language_model.args.vocab_size
 
 
+def new_cache(layer: nn.Module) -> Any:
+    """An empty cache for one decoder layer."""
+    return caches.ArraysCache(2) if layer.is_linear else caches.KVCache()
+
+
 def make_cache(model: nn.Module) -> list[Any]:
     """mlx-lm's own caches for the model, empty."""
     return caches.make_prompt_cache(model)

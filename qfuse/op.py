@@ -53,6 +53,9 @@ class Schedule:
             raise SpecError(f"[schedule] {reason}")
 
 
+ACCURACIES = ("exact", "rounding", "approximate")
+
+
 class Op:
     """Base of all ops. Write a subclass under :func:`op`; see docs/adding-an-op.md.
 
@@ -70,6 +73,8 @@ class Op:
     tiles: the tiles that threadgroups walk, an expression over fields, dims of the call and the schedule.
     dynamic: dims of the call that the text reads from shapes; the others are constants of the text.
     schedules: by backend, default :class:`Schedule`.
+    accuracy: what its reference may differ in from upstream's own ops: ``exact``, nothing; ``rounding``, where values
+        are rounded to the working dtype; ``approximate``, in weights that were themselves rounded when folded.
     """
 
     name: ClassVar[str]
@@ -83,6 +88,7 @@ class Op:
     tiles: ClassVar[str] = "1"
     dynamic: ClassVar[tuple[str, ...]] = ()
     schedules: ClassVar[dict[str, Schedule]] = {}
+    accuracy: ClassVar[str] = "rounding"
     Outputs: ClassVar[Callable[..., Any]]
 
     reference: Callable[..., Any]
@@ -207,6 +213,8 @@ def _check(cls: type[Op], fields: set[str]) -> None:
         raise SpecError(f"[{place}] wants an output, got none")
     if taken := [name for name in attrs.fields_dict(Schedule) if name in fields or name in cls.specs]:
         raise SpecError(f"[{place}] wants names that a schedule leaves free, got {', '.join(taken)}")
+    if cls.accuracy not in ACCURACIES:
+        raise SpecError(f"[{place}.accuracy] wants {', '.join(ACCURACIES)}, got {cls.accuracy}")
     if unknown := cls.touched.keys() - cls.specs.keys():
         raise SpecError(f"[{place}.touched] wants tensors of the op, got {', '.join(sorted(unknown))}")
     read = {d.text for s in (cls.inputs() | cls.weights()).values() for d in s.dims if d.text.isidentifier()}

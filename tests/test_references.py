@@ -1,6 +1,10 @@
 """Each op's reference against an oracle written by somebody else: mlx-lm's modules, or MLX's own fast ops."""
 
+import re
+from pathlib import Path
+
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from conftest import inputs, make_model, rms
 from hypothesis import given, settings
@@ -8,9 +12,10 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.gated_delta import gated_delta_ops, normalize_qk
 
-from qfuse import build, graphs, models
+from qfuse import REGISTRY, build, graphs, models
 from qfuse.ops import GDNQKNorm, GDNStep, KVUpdate, QKNormRope, SDPACombineGate, SDPAPartial
 from qfuse.ops.route_swiglu import choose_experts
+from qfuse.testing import sample
 
 
 def normal(seed, *shape):
@@ -146,3 +151,24 @@ def test_moe_graphs_are_upstreams_block_at_every_width(graph, bits, group):
     (got,) = plan.run(r, x) if graph == "moe_only" else plan.run(h)
     expected = h + layer.mlp(layer.post_attention_layernorm(h))
     assert rms(got - expected) < 1e-5 * rms(expected)
+
+
+def test_what_is_declared_exact_is_upstreams_bit_for_bit():
+    assert {name for name, cls in REGISTRY.items() if cls.accuracy == "exact"} == {"rms_norm", "linear", "kv_update"}
+    for dtype in ("f32", "bf16", "f16"):
+        op, values = sample(REGISTRY["rms_norm"], "odd", dtype=dtype)
+        norm = nn.RMSNorm(op.H, eps=op.eps)
+        norm.weight = values["w_norm"]
+        assert mx.array_equal(op(**values), norm(values["x"]))
+        op, values = sample(REGISTRY["linear"], dtype=dtype)
+        w = values["w"]
+        layer = nn.QuantizedLinear(op.K, op.N, bias=False, group_size=w.quant.group, bits=w.quant.bits)
+        layer.weight, layer.scales, layer.biases = w.weight, w.scales, w.biases
+        assert mx.array_equal(op(**values), layer(values["x"]))
+
+
+def test_every_op_says_how_near_it_is_and_the_page_says_the_same():
+    page = (Path(__file__).parent.parent / "docs/numerics.md").read_text("utf-8")
+    for kind in ("exact", "approximate"):
+        (named,) = re.findall(rf"^\| {kind} \|.*\| (.*) \|$", page, re.MULTILINE)
+        assert set(named.split(", ")) == {name for name, cls in REGISTRY.items() if cls.accuracy == kind}

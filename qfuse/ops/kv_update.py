@@ -20,6 +20,7 @@ class KVUpdate(Op):
 
     touched = {"k_cache": "B, Hkv, 1, D", "v_cache": "B, Hkv, 1, D"}
     library = True
+    accuracy = "exact"
     dispatches = 2
 
     def reference(self, k_rot, values, cache):
