@@ -20,20 +20,20 @@ FILES = sorted(path for kind in ("*.metal", "*.h") for path in Path(qfuse.ops.__
 
 # Header and body as compiled for Metal at production size, bf16, 8 bits in groups of 64, with masks.
 BYTES = {
-    "expert_down": 3426,
+    "expert_down": 3515,
     "gdn_gated_norm": 602,
-    "gdn_in_proj": 4334,
+    "gdn_in_proj": 4423,
     "gdn_qk_norm": 736,
     "gdn_step": 1119,
-    "gqa_in_proj": 3644,
+    "gqa_in_proj": 3733,
     "moe_combine": 417,
-    "norm_router": 3870,
-    "o_proj_router": 4205,
-    "qk_norm_rope": 1098,
-    "route_swiglu": 6102,
-    "sdpa_combine_gate": 999,
-    "sdpa_partial": 1540,
-    "swiglu": 3981,
+    "norm_router": 3959,
+    "o_proj_router": 4262,
+    "qk_norm_rope": 1344,
+    "route_swiglu": 6190,
+    "sdpa_combine_gate": 1093,
+    "sdpa_partial": 3055,
+    "swiglu": 4070,
 }
 
 
@@ -116,8 +116,8 @@ LAUNCHES = {
     "gdn_step": (131072, 128),
     "gqa_in_proj": (73728, 64),
     "moe_combine": (2048, 256),
-    "norm_router": (4096, 64),
-    "o_proj_router": (18432, 256),
+    "norm_router": (6144, 64),
+    "o_proj_router": (40960, 256),
     "qk_norm_rope": (576, 32),
     "route_swiglu": (36928, 64),
     "sdpa_combine_gate": (4096, 64),

@@ -1,0 +1,34 @@
+// Values by whole words, 16 bytes at a time where there are so many.
+
+template <int N>
+inline void gemv_words(thread uint (&w)[N], const device uint* p) {
+  int i = 0;
+  for (; i + 4 <= N; i += 4) {
+    const uint4 q = *reinterpret_cast<const device uint4*>(p + i);
+    w[i] = q.x, w[i + 1] = q.y, w[i + 2] = q.z, w[i + 3] = q.w;
+  }
+  for (; i + 2 <= N; i += 2) {
+    const uint2 q = *reinterpret_cast<const device uint2*>(p + i);
+    w[i] = q.x, w[i + 1] = q.y;
+  }
+  if (i < N) w[i] = p[i];
+}
+
+// The i-th of the values of type X in a word.
+template <typename X>
+inline float gemv_value(uint word, int i) {
+  return float(as_type<X>(ushort(word >> (16 * i))));
+}
+template <>
+inline float gemv_value<float>(uint word, int) {
+  return as_type<float>(word);
+}
+
+// V inputs of a row; x is a pointer here, and whatever has an overload of this elsewhere.
+template <int V, typename X>
+inline void gemv_load(thread float (&v)[V], const device X* x, int row, int k) {
+  constexpr int PER = 4 / sizeof(X);
+  uint w[V / PER];
+  gemv_words(w, reinterpret_cast<const device uint*>(x + row + k));
+  for (int i = 0; i < V; ++i) v[i] = gemv_value<X>(w[i / PER], i % PER);
+}
