@@ -1,44 +1,6 @@
+#include "gemv_load.h"
 // Rows of an affine-quantised matrix times B vectors: a simdgroup takes R rows, a lane V inputs of a group at a time.
 // A row past the last repeats it, so that no load is out of bounds: the caller masks the store.
-
-// N words from p; together where they start at a multiple of their size, as codes of 4 and 8 bits do.
-template <bool TOGETHER, int N>
-inline void gemv_words(thread uint (&w)[N], const device uint* p) {
-  int i = 0;
-  for (; TOGETHER && i + 4 <= N; i += 4) {
-    const uint4 q = *reinterpret_cast<const device uint4*>(p + i);
-    w[i] = q.x, w[i + 1] = q.y, w[i + 2] = q.z, w[i + 3] = q.w;
-  }
-  for (; TOGETHER && i + 2 <= N; i += 2) {
-    const uint2 q = *reinterpret_cast<const device uint2*>(p + i);
-    w[i] = q.x, w[i + 1] = q.y;
-  }
-  for (; i < N; ++i) w[i] = p[i];
-}
-
-// The i-th of the values of type X in a word.
-template <typename X>
-inline float gemv_value(uint word, int i) {
-  return float(as_type<X>(ushort(word >> 16 * i)));
-}
-template <>
-inline float gemv_value<float>(uint word, int) {
-  return as_type<float>(word);
-}
-
-// V inputs of a row; x is a pointer here, and whatever has an overload of this elsewhere.
-template <int V, typename X>
-inline void gemv_load(thread float (&v)[V], const device X* x, int row, int k) {
-  constexpr int PER = 4 / sizeof(X);
-  uint w[V / PER];
-  gemv_words<true>(w, reinterpret_cast<const device uint*>(x + row + k));
-  for (int i = 0; i < V; ++i) v[i] = gemv_value<X>(w[i / PER], i % PER);
-}
-
-template <typename X>
-inline void gemv_load(thread float (&v)[1], const device X* x, int row, int k) {
-  v[0] = float(x[row + k]);
-}
 
 template <int K, int B, int V, typename X>
 inline void gemv_inputs(thread float (&v)[B][V], thread float (&sum)[B], X x, int k) {
@@ -71,7 +33,7 @@ inline void gemv_rows(
     float dot[B] = {};
     for (int i = 0; i < V; ++i) {
       const uint code = gemv_code<BITS>(codes, i);
-      const float u = as_type<float>(0x4b000000u | code) - (8388608.0f + MIDDLE);  // the bits of 2^23 + code
+      const float u = as_type<float>(code | 75u << 24) - (8388608 + MIDDLE);  // the bits of 2^23 + code
       for (int b = 0; b < B; ++b) dot[b] += u * v[b][i];
     }
     for (int b = 0; b < B; ++b) acc[r][b] += scale * dot[b] + bias * sum[b];

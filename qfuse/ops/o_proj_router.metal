@@ -1,11 +1,10 @@
 #include "dense.h"
 // A threadgroup takes `part` columns of h, whose squares make one partial whatever the schedule, or a row of the router
 // a simdgroup: those are long, and few.
-constexpr int P = (H + part - 1) / part;
+constexpr int P = (H + part - 1) / part, TILES = P + (E + simdgroups - 1) / simdgroups;
 threadgroup float squares[B * part];
 const int lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;
-constexpr int ALL = P + (E + simdgroups - 1) / simdgroups;
-for (int tile = threadgroup_position_in_grid.x; tile < ALL; tile += threadgroups_per_grid.x) {
+for (int tile = threadgroup_position_in_grid.x; tile < TILES; tile += threadgroups_per_grid.x) {
   if (tile < P) {
     for (int first = simd * rows; first < part; first += rows * simdgroups) {
       const int row = tile * part + first;

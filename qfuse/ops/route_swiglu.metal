@@ -16,31 +16,30 @@ for (int i = start; i <= GATE; i += step) {
     if (b != routed) {
       routed = b;
       r = norm_factor<P>(x2 + b * P, H, eps, lane);
-      uint key[PER], best = 0, highest = 0;  // of a logit, in the same order; 0 is below every logit's
+      uint key[PER];  // of a logit, in the same order; 0 is below every logit's
       for (int j = 0; j < PER; ++j) {
-        const float logit = lane + 32 * j < E ? r * router_dot[b * E + lane + 32 * j] + 0.0f : 0.0f;  // -0 is 0
-        const uint word = as_type<uint>(metal::isnan(logit) ? -INFINITY : logit);
+        const float logit = lane + 32 * j < E ? r * router_dot[b * E + lane + 32 * j] + 0.0f : 0;  // -0 is 0
+        uint word = as_type<uint>(metal::isnan(logit) ? -INFINITY : logit);
         key[j] = lane + 32 * j < E ? (word >> 31 ? ~word : word | 1u << 31) : 0;
       }
       for (int c = 0; c < k; ++c) {
         uint top = 0, at = E;
         for (int j = 0; j < PER; ++j) top = metal::max(top, key[j]);
         top = simd_max(top);
-        for (int j = PER - 1; j >= 0; --j) at = key[j] == top ? uint(lane + 32 * j) : at;
+        for (int j = PER; j-- > 0;)
+          if (key[j] == top) at = lane + 32 * j;
         at = simd_min(at);
-        for (int j = 0; j < PER; ++j) key[j] = at == uint(lane + 32 * j) ? 0 : key[j];
-        if (lane == c) mine = at, best = top;
-        if (c == 0) highest = top;
+        for (int j = 0; j < PER; ++j)
+          if (at == uint(lane + 32 * j)) key[j] = 0;
+        if (lane == c) mine = at;
       }
       if (i == b * k * N) {
-        const float most = as_type<float>(highest >> 31 ? highest ^ 1u << 31 : ~highest);
+        const float logit = r * router_dot[b * E + mine], most = simd_shuffle(logit, 0);
         float total = 0;
         for (int j = 0; j < PER; ++j)
           if (lane + 32 * j < E) total += metal::exp(r * router_dot[b * E + lane + 32 * j] - most);
         total = simd_sum(total);
-        const float logit = as_type<float>(best >> 31 ? best ^ 1u << 31 : ~best);
-        const float p = lane < k ? metal::exp(logit - most) / total : 0.0f;
-        const float whole = norm_topk ? simd_sum(p) : 1.0f;
+        const float p = lane < k ? metal::exp(logit - most) / total : 0, whole = norm_topk ? simd_sum(p) : 1;
         if (lane < k) indices[b * k + lane] = mine;
         if (lane < k) scores[b * k + lane] = p / whole;
       }

@@ -1,6 +1,6 @@
-#include "gemv_rows.h"
-// A threadgroup takes one block of keys of one kv head, `rows` keys at a time; its simdgroups share the query heads.
-// A lane has PER dims, V together: 16 bytes of a key where D allows it. A key past the end is the last, at weight 0.
+#include "gemv_single.h"
+// A threadgroup takes one block of keys of one kv head, `rows` keys at a time; its simdgroups share out query heads.
+// A lane has PER dims, V together: 16 bytes of a key where D allows it. A key past the end is the last at weight 0.
 constexpr int G = Hq / Hkv, HEADS = (G + simdgroups - 1) / simdgroups, PER = D / 32;
 constexpr int V = PER % 8 == 0 ? 8 : PER % 4 == 0 ? 4 : PER % 2 == 0 ? 2 : 1;
 const int lane = thread_index_in_simdgroup, first = simdgroup_index_in_threadgroup * HEADS, A = k_cache_shape[2];
