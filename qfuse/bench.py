@@ -233,13 +233,19 @@ class Bench:
                 return tuple(seen[".".join(source)] for source in self.plan.graph.outputs().values())
 
         layers = [layer._qfuse for layer in self.fusion.layers.values()]
+        text = self.fusion.text
+        chain = text and text._qfuse
         try:
+            if text:
+                text._qfuse = lambda *_: None  # layer by layer
             for layer in layers:
                 vars(layer)["plan"] = lambda *key, layer=layer: Observed(layer, FusedLayer.plan(layer, *key))
             mx.eval(self.fused(tokens, cache=cache))
         finally:
             for layer in layers:
                 del vars(layer)["plan"]
+            if text:
+                text._qfuse = chain
         return found
 
     def uses(self, batch: int, context: int) -> dict[str, list[Use]]:

@@ -13,13 +13,14 @@ import mlx.nn as nn
 
 from . import backends as backend_table
 from . import models, upstream
-from .graphs.graph import make
+from .chain import Chain
+from .graphs.graph import Graph, make
 from .models import PREFILL, PREFILL_GDN, Adapter, GDNAdapter, RefusedError
 from .ops import GDNStep
 from .plan import Plan, build
 from .probe import Probe
 from .show import fusion_text
-from .spec import DTYPE_NAMES, SpecError
+from .spec import DTYPE_NAMES, QArray, SpecError
 
 MODES = {0: "off", 1: "MoE", 2: "GDN, GQA and MoE"}
 MOE_GRAPHS = ("moe_4", "moe_5")
@@ -87,17 +88,11 @@ class FusedLayer:
         key = part or self.adapter.part, dtype, masked, long
         plan = self._plans.get(key)
         if plan is None:
-            name, probe = DTYPE_NAMES[dtype], self.fusion.probe
-            refuses = partial(probe, dtype=name) if probe else None
             blocks = LONG_BLOCKS if long else None
-            graph = self.adapter.graph(name, masked=masked, moe=self.fusion.moe, part=part, blocks=blocks)
+            graph = self.adapter.graph(DTYPE_NAMES[dtype], masked=masked, moe=self.fusion.moe, part=part, blocks=blocks)
             # A mask over the keys is another shape at every token, and MLX would compile anew each time.
             segments = self.fusion.segments and not (masked and self.adapter.kind == "gqa")
-            plan = build(graph, self.adapter.weights, self.fusion.backends, refuses, segments=segments)
-            for step in plan.steps:
-                for backend, reason in step.refusals.items() if self.fusion.strict else ():
-                    raise RefusedError(f"[{step.node.name}] wants an op that {backend} runs, got {reason}")
-            self._plans[key] = plan
+            plan = self._plans[key] = self.fusion.build(graph, self.adapter.weights, dtype, segments=segments)
         return plan
 
 
@@ -133,12 +128,16 @@ class LayerReport:
 
 @attrs.frozen(kw_only=True)
 class FusionReport:
-    """What :func:`fuse` did. ``str()`` gives the table that the command prints."""
+    """What :func:`fuse` did. ``str()`` gives the table that the command prints.
+
+    chain: with segments, the calls of the model's layers as one, see qfuse.chain.
+    """
 
     mode: int
     backends: tuple[str, ...]
     layers: tuple[LayerReport, ...]
     new_bytes: int
+    chain: Mapping[str, int] = attrs.field(factory=dict)
 
     @property
     def fused(self) -> int:
@@ -164,6 +163,16 @@ class Fusion:
         self.options = (mode, tuple(backends), strict, moe, probe, segments)
         self.layers: dict[int, nn.Module] = {}
         self.refused: dict[int, tuple[nn.Module, str]] = {}
+        self.text: nn.Module | None = None  # the model that holds the layers, where segments reach across them
+
+    def build(self, graph: Graph, weights: Mapping[str, mx.array | QArray], dtype: mx.Dtype, *, segments: bool) -> Plan:
+        """A plan on these backends, each op probed. Raises RefusedError in strict mode on one that is refused."""
+        refuses = partial(self.probe, dtype=DTYPE_NAMES[dtype]) if self.probe else None
+        plan = build(graph, weights, self.backends, refuses, segments=segments)
+        for step in plan.steps:
+            for backend, reason in step.refusals.items() if self.strict else ():
+                raise RefusedError(f"[{step.node.name}] wants an op that {backend} runs, got {reason}")
+        return plan
 
     def report(self) -> FusionReport:
         """The state of every layer, and how its calls went so far."""
@@ -174,6 +183,7 @@ class Fusion:
             backends=self.backends,
             layers=tuple(sorted(rows, key=lambda row: row.index)),
             new_bytes=sum(array.nbytes for layer in self.layers.values() for array in _folded(layer._qfuse.adapter)),
+            chain=dict(self.text._qfuse.calls) if self.text else {},
         )
 
     def warmup(self, rows: Sequence[int] = (1,)) -> None:
@@ -193,8 +203,10 @@ class Fusion:
     def remove(self) -> None:
         """Give every layer its own class back; the model is what it was before. Doing it twice does nothing."""
         for layer in self.layers.values():
-            layer.__class__ = type(layer).__mro__[1]
-            del layer._qfuse
+            _give_back(layer)
+        if self.text is not None:
+            _give_back(self.text)
+        self.text = None
         self.layers.clear()
         self.refused.clear()
 
@@ -228,8 +240,9 @@ def fuse(
     probe: on a backend that compiles kernels, check each distinct op against its reference before it is used, and
     leave one that fails to the next backend, see docs/design.md for what it costs. check_upstream: refuse an mlx-lm
     whose code is not the one that the plans stand in for, see qfuse.upstream.
-    segments: the nodes of a layer before and after its kv cache's update as one function each that MLX compiles, which
-    spares Python most of its work at a token; a batch with a mask over its keys runs without.
+    segments: in mode 2, what lies between two updates of a kv cache as one function that MLX compiles, which spares
+    Python most of its work at a token. It reaches across layers where all of them are fused as a whole, see
+    qfuse.chain; else a batch with a mask over its keys runs without.
 
     Each layer instance gets a subclass of its own class; other models, the parameters and ``isinstance`` are as before.
     Fusing a fused model again with the same options returns its Fusion.
@@ -263,6 +276,9 @@ def fuse(
     except BaseException:
         fusion.remove()
         raise
+    if segments and mode == 2 and isinstance(text := models.text_model(model), models.TEXT_MODELS):
+        fusion.text = text
+        _take(text, Chain(), _text_subclass)
     return fusion
 
 
@@ -279,8 +295,7 @@ def _fuse_layer(index: int, layer: nn.Module, fusion: Fusion) -> None:
             raise RefusedError(f"[layers.{index}] wants a layer it can fuse, got one refused: {error}") from error
         fusion.refused[index] = layer, str(error)
         return
-    layer._qfuse = fused
-    layer.__class__ = _subclass(type(layer))  # type: ignore[arg-type]
+    _take(layer, fused, _subclass)
     fusion.layers[index] = layer
 
 
@@ -304,11 +319,35 @@ def _adapted(layer: nn.Module, fusion: Fusion) -> FusedLayer:
     raise AssertionError("one of the parts was tried last, and raised")
 
 
+def _take(module: nn.Module, runner: FusedLayer | Chain, subclass: Callable[[Any], type]) -> None:
+    module._qfuse = runner
+    module.__class__ = subclass(type(module))
+
+
+def _give_back(module: nn.Module) -> None:
+    module.__class__ = type(module).__mro__[1]
+    del module._qfuse
+
+
 @cache
 def _subclass(cls: type) -> type:
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
         out = self._qfuse(self, x, mask, cache)
         return cls.__call__(self, x, mask=mask, cache=cache) if out is None else out
+
+    return type(f"Fused{cls.__name__}", (cls,), {"__call__": __call__, "__doc__": f"A {cls.__name__} run by qfuse."})
+
+
+@cache
+def _text_subclass(cls: type) -> type:
+    def __call__(  # noqa: N807
+        self: Any, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None
+    ) -> mx.array:
+        out = self._qfuse(self, inputs, cache, input_embeddings)
+        if out is not None:
+            return out
+        more = () if input_embeddings is None else (input_embeddings,)  # Qwen3-Next's text model takes none
+        return cls.__call__(self, inputs, cache, *more)
 
     return type(f"Fused{cls.__name__}", (cls,), {"__call__": __call__, "__doc__": f"A {cls.__name__} run by qfuse."})
 

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as caches
 from mlx_lm.models import gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
+from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 from mlx_lm.models.gated_delta import compute_g, normalize_qk
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear
 
@@ -39,12 +40,16 @@ class RefusedError(ValueError):
 class Adapter(Protocol):
     """One layer of a model, seen from qfuse.
 
-    kind: gdn or gqa. part: what of it can be fused: ``layer``, or ``mixer`` or ``moe`` alone. left: why a part cannot.
+    kind: gdn or gqa. states: how many its plan gives after the first output. part: what of it can be fused: ``layer``,
+    or ``mixer`` or ``moe`` alone. left: why a part cannot.
     dims: op fields and quantisations, see qfuse.graphs.make. weights: the layer's own arrays by ``node.spec`` name.
     """
 
     @property
     def kind(self) -> str: ...
+
+    @property
+    def states(self) -> int: ...
 
     @property
     def part(self) -> str: ...
@@ -78,12 +83,16 @@ class Adapter(Protocol):
     def long(self, cache: Any) -> bool:
         """Whether the cache has room for more than LONG keys."""
 
+    def keep(self, cache: Any, *states: mx.array) -> None:
+        """Bring the cache up to date with what the layer's plan gives after its first output."""
+
     def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """One fused step, x [B, 1, H] → the plan's first output [B, 1, H], the cache brought up to date."""
 
 
 PARTS = ("mixer", "moe")
 LAYERS = (qwen3_5.DecoderLayer, qwen3_next.Qwen3NextDecoderLayer)
+TEXT_MODELS = (qwen3_5.Qwen3_5TextModel, qwen3_next.Qwen3NextModel)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -143,6 +152,7 @@ class LayerAdapter:
     """What the adapters of both kinds share, see :class:`Adapter`."""
 
     kind: ClassVar[str]
+    states: ClassVar[int]
     part: str
     left: Mapping[str, str]
     dims: Mapping[str, Any]
@@ -154,6 +164,11 @@ class LayerAdapter:
         dims = {**self.dims, "T": dtype} | ({} if blocks is None else {"blocks": blocks})
         return _graph(self.kind, tuple(sorted(dims.items())), masked, moe, part or self.part)
 
+    def decode(self: Adapter, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        out, *states = plan.run(*self.inputs(x, mask, cache))
+        self.keep(cache, *states)
+        return out.reshape(x.shape)
+
 
 @lru_cache(maxsize=256)
 def _graph(kind: str, dims: tuple[tuple[str, Any], ...], masked: bool, moe: str, part: str) -> Graph:
@@ -164,7 +179,7 @@ def _graph(kind: str, dims: tuple[tuple[str, Any], ...], masked: bool, moe: str,
 class GDNAdapter(LayerAdapter):
     """A layer with a gated delta net. Its cache is an ArraysCache of conv_state and state."""
 
-    kind = "gdn"
+    kind, states = "gdn", 2
 
     def mix(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
         return layer.linear_attn(layer.input_layernorm(x), mask, cache)
@@ -185,12 +200,10 @@ class GDNAdapter(LayerAdapter):
         masks = () if mask is None else (mask.reshape(x.shape[0]),)
         return x.reshape(x.shape[0], -1), *self._states(x, cache), *masks
 
-    def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
-        out, conv_state, state = plan.run(*self.inputs(x, mask, cache))
+    def keep(self, cache: Any, *states: mx.array) -> None:
         if cache is not None:
-            cache[0], cache[1] = conv_state, state
+            cache[0], cache[1] = states
             cache.advance(1)
-        return out.reshape(x.shape)
 
     def prefill(self, step: Callable[..., Any], layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """A prompt, x [B, S, H] → [B, S, H], by upstream's own modules but for the recurrence, which is ``step``'s.
@@ -236,7 +249,7 @@ class GDNAdapter(LayerAdapter):
 class GQAAdapter(LayerAdapter):
     """A layer with gated attention. Its cache is a KVCache, or a BatchKVCache with an offset per row."""
 
-    kind = "gqa"
+    kind, states = "gqa", 0
 
     def mix(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
         return layer.self_attn(layer.input_layernorm(x), mask, cache)
@@ -265,9 +278,8 @@ class GQAAdapter(LayerAdapter):
         masks = () if mask is None else (mx.broadcast_to(mask.reshape(mask.shape[0], -1), (B, mask.shape[-1])),)
         return x.reshape(B, H), position, length, cache, *masks
 
-    def decode(self, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:
-        (out,) = plan.run(*self.inputs(x, mask, cache))
-        return out.reshape(x.shape)
+    def keep(self, cache: Any, *states: mx.array) -> None:
+        pass  # the plan has the cache itself as an input
 
 
 def refuses_shape(layer: nn.Module, x: mx.array) -> str | None:
@@ -293,6 +305,40 @@ def upstream_kernels() -> list[tuple[Any, str, Any]]:
         (place, "_gated_delta_kernel_masked", make(has_mask=True)),
         (place, "_gated_delta_kernel_packed", gated_delta._make_gated_delta_packed_kernel()),
     ]
+
+
+def text_model(model: nn.Module) -> nn.Module:
+    """The part of a model that holds its decoder layers: tokens → what the output layer takes."""
+    return getattr(model, "language_model", model).model
+
+
+def embedded(text: nn.Module, tokens: mx.array, embeddings: mx.array | None) -> mx.array:
+    """What a text model's first layer takes, [B, S, H]."""
+    return text.embed_tokens(tokens) if embeddings is None else embeddings
+
+
+def normed(text: nn.Module, h: mx.array) -> mx.array:
+    """What a text model gives, from its last layer's output."""
+    return text.norm(h)
+
+
+def layer_calls(text: nn.Module, x: mx.array, cache: Sequence[Any] | None) -> list[tuple[nn.Module, Any, Any]]:
+    """The layers that upstream's loop would call for x [B, 1, H], each with its mask and its cache.
+
+    A mask over the keys has false ones put after it, up to a multiple of a cache's step, so that its shape seldom
+    changes. Raises RefusedError on a prompt, and where the layers are spread over machines.
+    """
+    if x.shape[1] != 1:
+        raise RefusedError(PREFILL)
+    if text.pipeline_size > 1:
+        raise RefusedError("the layers are spread over machines")
+    layers = text.pipeline_layers
+    held = [None] * len(layers) if cache is None else cache
+    rows = None if text.ssm_idx is None else create_ssm_mask(x, held[text.ssm_idx])
+    keys = None if text.fa_idx is None else create_attention_mask(x, held[text.fa_idx])
+    if isinstance(keys, mx.array):
+        keys = mx.pad(keys, [(0, 0)] * (keys.ndim - 1) + [(0, -keys.shape[-1] % caches.KVCache.step)])
+    return [(layer, rows if layer.is_linear else keys, c) for layer, c in zip(layers, held, strict=False)]
 
 
 def step_state(layer: nn.Module, rows: int, keys: int, dtype: mx.Dtype) -> dict[str, tuple[tuple[int, ...], mx.Dtype]]:

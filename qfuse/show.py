@@ -60,7 +60,7 @@ def layers_table(report: FusionReport) -> Table:
 
 def fusion_text(report: FusionReport) -> str:
     """A FusionReport as the text that ``str()`` gives: the table, then each backend's refusals by node."""
-    lines = [*refusal_lines(report), f"new memory: {report.new_bytes / 1e6:.2f} MB"]
+    lines = [*refusal_lines(report), *_chain_lines(report), f"new memory: {report.new_bytes / 1e6:.2f} MB"]
     return to_text(layers_table(report), *map(escape, lines))
 
 
@@ -73,6 +73,11 @@ def refusal_lines(report: FusionReport) -> list[str]:
         for backend, reason in refusals.items()
     )
     return [f"{text} ({count} layer{'s' * (count > 1)})" for text, count in passed.items()]
+
+
+def _chain_lines(report: FusionReport) -> list[str]:
+    calls = "; ".join(f"{count} {how}" for how, count in report.chain.items())
+    return [f"segments across layers: {calls}"] if calls else []
 
 
 def check_table(checks: Sequence[Check], title: str) -> Table:

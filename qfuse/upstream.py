@@ -12,6 +12,10 @@ KNOWN = "0.32.2"
 """The mlx-lm whose code was read."""
 
 BODIES: dict[str, tuple[str, ...]] = {
+    "mlx_lm.models.qwen3_5:Qwen3_5TextModel.__call__": ("3384ff0a3a92",),
+    "mlx_lm.models.qwen3_next:Qwen3NextModel.__call__": ("21bcebc25541",),
+    "mlx_lm.models.base:create_attention_mask": ("2d465b3603c6",),
+    "mlx_lm.models.base:create_ssm_mask": ("23dc6c2585ef",),
     "mlx_lm.models.qwen3_5:DecoderLayer.__call__": ("2f16df97b226",),
     "mlx_lm.models.qwen3_5:GatedDeltaNet.__call__": ("4802614f1738",),
     "mlx_lm.models.qwen3_next:Qwen3NextDecoderLayer.__call__": ("2f16df97b226",),

@@ -3,13 +3,14 @@
 from .gdn import gdn, gdn_mixer
 from .gqa import gqa, gqa_mixer
 from .graph import Dims, Graph, Node, make
-from .layer import layer
+from .layer import chain, layer
 from .moe import experts, moe_4, moe_5, moe_only, moe_swiglu_only
 
 __all__ = [
     "Dims",
     "Graph",
     "Node",
+    "chain",
     "experts",
     "gdn",
     "gdn_mixer",

@@ -63,9 +63,9 @@ class Graph:
         """Declare an input that is an object, such as a kv cache."""
         return self._input(name, Handle())
 
-    def inputs_of(self, other: Graph) -> dict[str, Ref]:
-        """Declare every input of another graph as one of this one's, by the same name."""
-        return {name: self._input(name, spec) for name, spec in other.inputs().items()}
+    def inputs_of(self, other: Graph, prefix: str = "", but: str = "") -> dict[str, Ref]:
+        """Declare the inputs of another graph, all except ``but``, by the same names after a prefix."""
+        return {name: self._input(prefix + name, spec) for name, spec in other.inputs().items() if name != but}
 
     def output(self, **refs: Ref) -> None:
         """Name outputs of the graph, in order."""
@@ -99,9 +99,10 @@ class Graph:
             self.graph.add_edge(weight, name, f"{spec_name}->{spec_name}", tensor=spec_name, arg=spec_name)
         return op.outputs(Ref(self, name, out, spec, constants) for out, spec in op.select("out").items())
 
-    def include(self, other: Graph, **inputs: Ref | None) -> SimpleNamespace:
+    def include(self, other: Graph, prefix: str = "", /, **inputs: Ref | None) -> SimpleNamespace:
         """Copy the ops of another graph into this one, its inputs taken from ``inputs``; returns its outputs by name.
 
+        prefix: put before the names of its nodes.
         Raises SpecError if an input is missing or unknown, or a node name is taken.
         """
         place = f"{self.name}.{other.name}"
@@ -113,7 +114,7 @@ class Graph:
                 raise SpecError(f"[{place}.{name}] wants {spec.text({})}, got nothing")
             made[name, name] = inputs.get(name)
         for node in other.nodes():
-            refs = self.add(node.op, node.name, {arg: made[source] for arg, source in node.inputs.items()})
+            refs = self.add(node.op, prefix + node.name, {arg: made[source] for arg, source in node.inputs.items()})
             for out, ref in zip(node.op.select("out"), node.op.as_tuple(refs), strict=True):
                 made[node.name, out] = ref
         return SimpleNamespace(**{name: made[source] for name, source in other.outputs().items()})

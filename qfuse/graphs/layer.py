@@ -1,7 +1,10 @@
-"""Whole decoder layers, composed of a mixer and a MoE, and their two halves where upstream runs the other."""
+"""Whole decoder layers, composed of a mixer and a MoE, their two halves where upstream runs the other, and chains."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ..op import Ref
 from ..ops import Linear
 from .gdn import gdn, gdn_mixer
 from .gqa import gqa, gqa_mixer
@@ -36,4 +39,16 @@ def layer(kind: str, dims: Dims, *, masked: bool = False, moe: str = "moe_4", pa
         m = vars(g.include(mixer(dims, masked=masked), **inputs))
         out = g.include(moe_5(dims), a=m.pop("a"), x=inputs["x"]).out
     g.output(out=out, **m)
+    return g
+
+
+def chain(layers: Sequence[Graph]) -> Graph:
+    """Layers one after another, x → out. Nodes and the other inputs and outputs get a number: ``i.mask``."""
+    g = Graph("chain")
+    x, others = g.input("x", "B, H"), dict[str, Ref]()
+    for i, each in enumerate(layers):
+        made = vars(g.include(each, f"{i}.", x=x, **g.inputs_of(each, f"{i}.", but="x")))
+        x = made.pop("out")
+        others |= {f"{i}.{name}": ref for name, ref in made.items()}
+    g.output(out=x, **others)
     return g

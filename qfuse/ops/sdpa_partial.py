@@ -46,7 +46,7 @@ class SDPAPartial(Op):
         scores = D**-0.5 * (q @ k_cache.astype(mx.float32).swapaxes(-1, -2))
         live = (mx.arange(A) < length)[None]
         if mask is not None:
-            live = live & mx.pad(mask, [(0, 0), (0, A - mask.shape[1])])
+            live = live & mx.pad(mask[:, :A], [(0, 0), (0, max(0, A - mask.shape[1]))])
         scores = mx.where(live[:, None, None], scores, -mx.inf)
 
         tail = strides * self.blocks - A
