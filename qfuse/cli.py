@@ -371,7 +371,8 @@ def doctor() -> None:
     from .backends import BACKENDS, default
 
     table = Table("", "", show_header=False, box=None)
-    for package in ("qfuse", "mlx", "mlx-lm", "networkx", "attrs"):
+    table.add_row("qfuse", __version__)
+    for package in ("mlx", "mlx-lm", "networkx", "attrs"):
         table.add_row(package, metadata.version(package))
     table.add_row("python", platform.python_version())
     table.add_row("system", platform.platform())

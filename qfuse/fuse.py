@@ -24,7 +24,6 @@ from .spec import DTYPE_NAMES, QArray, SpecError
 
 MODES = {0: "off", 1: "MoE", 2: "GDN, GQA and MoE"}
 MOE_GRAPHS = ("moe_4", "moe_5")
-LONG_BLOCKS = 256
 
 
 class FusedLayer:
@@ -88,8 +87,7 @@ class FusedLayer:
         key = part or self.adapter.part, dtype, masked, long
         plan = self._plans.get(key)
         if plan is None:
-            blocks = LONG_BLOCKS if long else None
-            graph = self.adapter.graph(DTYPE_NAMES[dtype], masked=masked, moe=self.fusion.moe, part=part, blocks=blocks)
+            graph = self.adapter.graph(DTYPE_NAMES[dtype], masked=masked, moe=self.fusion.moe, part=part, long=long)
             # A mask over the keys is another shape at every token, and MLX would compile anew each time.
             segments = self.fusion.segments and not (masked and self.adapter.kind == "gqa")
             plan = self._plans[key] = self.fusion.build(graph, self.adapter.weights, dtype, segments=segments)

@@ -27,7 +27,10 @@ MODEL_TYPES = ("qwen3_5_moe", "qwen3_5", "qwen3_next")
 """The model types of config.json that are fused."""
 
 LONG = 4096
-"""Keys that a cache may have room for before attention over it is split into more blocks."""
+"""Keys that a cache may have room for before attention over it is split otherwise."""
+
+LONG_DIMS = {"blocks": 128, "run": 16}
+"""Of sdpa_partial then: more blocks, and neighbouring keys in one."""
 
 PREFILL = "prefill, S > 1"
 PREFILL_GDN = "prefill, S > 1, with gdn_step"
@@ -64,11 +67,11 @@ class Adapter(Protocol):
     def weights(self) -> Mapping[str, mx.array | QArray]: ...
 
     def graph(
-        self, dtype: str, *, masked: bool = False, moe: str = "moe_4", part: str = "", blocks: int | None = None
+        self, dtype: str, *, masked: bool = False, moe: str = "moe_4", part: str = "", long: bool = False
     ) -> Graph:
         """The declared graph of the layer's part, or of another, for activations of ``dtype``.
 
-        blocks: of sdpa_partial, in place of its own number.
+        long: with attention in LONG_DIMS, for a cache of that many keys.
         """
 
     def mix(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
@@ -159,9 +162,9 @@ class LayerAdapter:
     weights: Mapping[str, mx.array | QArray]
 
     def graph(
-        self, dtype: str, *, masked: bool = False, moe: str = "moe_4", part: str = "", blocks: int | None = None
+        self, dtype: str, *, masked: bool = False, moe: str = "moe_4", part: str = "", long: bool = False
     ) -> Graph:
-        dims = {**self.dims, "T": dtype} | ({} if blocks is None else {"blocks": blocks})
+        dims = {**self.dims, "T": dtype} | (LONG_DIMS if long else {})
         return _graph(self.kind, tuple(sorted(dims.items())), masked, moe, part or self.part)
 
     def decode(self: Adapter, plan: Plan, x: mx.array, mask: Any, cache: Any) -> mx.array:

@@ -13,7 +13,7 @@ from mlx_lm.models import qwen3, qwen3_5
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_prompt_cache
 
 from qfuse import RefusedError, bench, fuse, models
-from qfuse.fuse import LONG_BLOCKS, FusionReport, LayerReport, is_fused
+from qfuse.fuse import FusionReport, LayerReport, is_fused
 
 
 @pytest.fixture
@@ -99,9 +99,9 @@ def test_a_cache_with_room_for_more_keys_is_read_in_more_blocks(monkeypatch):
         assert rms(logits(model, tokens=4) - expected) < 1e-5 * rms(expected)
         long = model.layers[1]._qfuse.plan(mx.float32, False, True)
         (part,) = [step.node.op for step in long.steps if step.node.name == "sdpa_partial"]
-        assert part.blocks == LONG_BLOCKS
+        assert part.blocks == models.LONG_DIMS["blocks"]
     uses = bench.Bench(model, ("reference",)).uses(1, 8)
-    assert [use.op.blocks for use in uses["sdpa_partial"]] == [LONG_BLOCKS]
+    assert [use.op.blocks for use in uses["sdpa_partial"]] == [models.LONG_DIMS["blocks"]]
 
 
 def test_segments_leave_a_layer_whose_mask_grows_as_it_is():

@@ -34,7 +34,7 @@ BYTES = {
     "qk_norm_rope": 1294,
     "route_swiglu": 6199,
     "sdpa_combine_gate": 1054,
-    "sdpa_partial": 2956,
+    "sdpa_partial": 6005,
     "swiglu": 4166,
 }
 

@@ -1,60 +1,96 @@
-#include "gemv_single.h"
-// A threadgroup takes one block of keys of one kv head, `rows` keys at a time; its simdgroups share out query heads.
-// A lane has PER dims, V together: 16 bytes of a key where D allows it. A key past the end is the last at weight 0.
-constexpr int G = Hq / Hkv, HEADS = (G + simdgroups - 1) / simdgroups, PER = D / 32;
-constexpr int V = PER % 8 == 0 ? 8 : PER % 4 == 0 ? 4 : PER % 2 == 0 ? 2 : 1;
-const int lane = thread_index_in_simdgroup, first = simdgroup_index_in_threadgroup * HEADS, A = k_cache_shape[2];
+#include "sdpa_partial.h"
+// A threadgroup takes one block of keys of one kv head. A simdgroup takes `rows` of its query heads, more where there
+// are too few simdgroups, and KEYS keys at a time; those with the same heads share out the keys, and join at the end.
+// A lane has PER dims, V together: 16 bytes of a key where D allows it. It does the softmax of one key and head, those
+// number lane / W / P and lane / W % P of the simdgroup's. Keys and values are read one round ahead.
+constexpr int G = Hq / Hkv, LEAST = (G + simdgroups - 1) / simdgroups, WANTED = rows > LEAST ? rows : LEAST;
+constexpr int HEADS = WANTED < G ? WANTED : G, GROUPS = (G + HEADS - 1) / HEADS, SHARES = simdgroups / GROUPS;
+constexpr int PER = D / 32, V = PER % 8 == 0 ? 8 : PER % 4 == 0 ? 4 : PER % 2 == 0 ? 2 : 1;
+constexpr int P = sdpa_power(2 * HEADS - 1), MOST = 32 / P, KEYS = sdpa_power(take / PER < MOST ? take / PER : MOST);
+constexpr int W = 32 / (KEYS * P), STEP = SHARES * KEYS, WORDS = (V * sizeof(T) + 3) / 4;
+threadgroup float joined[SHARES > 1 ? GROUPS * HEADS * (D + 2) : 1];
+const int lane = thread_index_in_simdgroup, share = simdgroup_index_in_threadgroup / GROUPS, A = k_cache_shape[2];
+const int first = simdgroup_index_in_threadgroup % GROUPS * HEADS;
 int end = metal::min(length[0], A);
 #if HAS_MASK
 end = metal::min(end, mask_shape[1]);
 #endif
 for (int tile = threadgroup_position_in_grid.x; tile < B * Hkv * blocks; tile += threadgroups_per_grid.x) {
   const int block = tile % blocks, kv = tile / blocks;
-  float q[HEADS][PER / V][V], o[HEADS][PER / V][V] = {}, sum[HEADS] = {}, top[HEADS];
+  const auto keys = k_cache + long(kv) * A * D, values = v_cache + long(kv) * A * D;
+  float q[HEADS][PER / V][V], o[HEADS][PER] = {}, sum = 0, top = -INFINITY;
   for (int h = 0; h < HEADS; ++h) {
-    top[h] = -INFINITY;
     const int head = kv * G + metal::min(first + h, G - 1);
     for (int c = 0; c < PER / V; ++c) gemv_load(q[h][c], q_rot, head * D, (32 * c + lane) * V);
   }
-  for (int n = block; n < end; n += rows * blocks) {
-    float k[rows][PER / V][V], v[rows][PER / V][V];
-    bool live[rows];
-    for (int i = 0; i < rows; ++i) {
-      const long key = metal::min(n + i * blocks, end - 1);
-      live[i] = n + i * blocks < end;
-      for (int c = 0; c < PER / V; ++c) {
-        gemv_load(k[i][c], k_cache + (long(kv) * A + key) * D, 0, (32 * c + lane) * V);
-        gemv_load(v[i][c], v_cache + (long(kv) * A + key) * D, 0, (32 * c + lane) * V);
+  uint k[KEYS][PER / V][WORDS], v[KEYS][PER / V][WORDS];
+  int n = share < SHARES ? share * KEYS : A;
+  sdpa_load<blocks, run, V>(k, keys, block, n, end - 1, lane);
+  sdpa_load<blocks, run, V>(v, values, block, n, end - 1, lane);
+  for (; sdpa_key<blocks, run>(block, n) < end; n += STEP) {
+    float s[KEYS * P] = {}, x[PER];
+    for (int i = 0; i < KEYS; ++i) {
+      sdpa_values<T, V>(x, k[i]);
+      for (int h = 0; h < HEADS; ++h) {
+        for (int d = 0; d < PER; ++d) s[i * P + h] += q[h][d / V][d % V] * x[d];
       }
-#if HAS_MASK
-      live[i] = live[i] && mask[kv / Hkv * long(mask_shape[1]) + key];
-      for (int d = 0; d < PER; ++d) v[i][d / V][d % V] = live[i] ? v[i][d / V][d % V] : 0.0f;
-#endif
     }
+    sdpa_load<blocks, run, V>(k, keys, block, n + STEP, end - 1, lane);
+    const int mine = sdpa_key<blocks, run>(block, n + lane / W / P);
+    bool live = mine < end;
+#if HAS_MASK
+    live = live && mask[kv / Hkv * long(mask_shape[1]) + mine];
+#endif
+    const float total = sdpa_sums(s, lane) * metal::rsqrt(float(D)), score = live ? total : -INFINITY;
+    float higher = metal::max(top, score);
+    for (int i = 16; i >= W * P; i /= 2) higher = metal::max(higher, simd_shuffle_xor(higher, i));
+    const float base = higher == -INFINITY ? 0.0f : higher;
+    const float old = metal::exp(top - base), weight = metal::exp(score - base);
+    top = higher;
+    sum = sum * old + weight;
     for (int h = 0; h < HEADS; ++h) {
-      float s[rows], higher = top[h];
-      for (int i = 0; i < rows; ++i) {
-        s[i] = 0;
-        for (int d = 0; d < PER; ++d) s[i] += q[h][d / V][d % V] * k[i][d / V][d % V];
-        s[i] = simd_sum(s[i]) * metal::rsqrt(float(D));
-        s[i] = live[i] ? s[i] : -INFINITY;
-        higher = metal::max(higher, s[i]);
+      const float less = simd_shuffle(old, h * W);
+      for (int d = 0; d < PER; ++d) o[h][d] *= less;
+    }
+    for (int i = 0; i < KEYS; ++i) {
+      sdpa_values<T, V>(x, v[i]);
+#if HAS_MASK
+      const bool seen = simd_shuffle(uint(live), i * P * W);
+      for (int d = 0; d < PER; ++d) x[d] = seen ? x[d] : 0.0f;
+#endif
+      for (int h = 0; h < HEADS; ++h) {
+        const float w = simd_shuffle(weight, (i * P + h) * W);
+        for (int d = 0; d < PER; ++d) o[h][d] += w * x[d];
       }
-      const float base = higher == -INFINITY ? 0.0f : higher, old = metal::exp(top[h] - base);
-      top[h] = higher;
-      sum[h] *= old;
-      for (int d = 0; d < PER; ++d) o[h][d / V][d % V] *= old;
-      for (int i = 0; i < rows; ++i) {
-        const float weight = metal::exp(s[i] - base);
-        sum[h] += weight;
-        for (int d = 0; d < PER; ++d) o[h][d / V][d % V] += weight * v[i][d / V][d % V];
+    }
+    sdpa_load<blocks, run, V>(v, values, block, n + STEP, end - 1, lane);
+  }
+  for (int i = 16; i >= W * P; i /= 2) sum += simd_shuffle_xor(sum, i);
+  for (int from = 1; from < SHARES; ++from) {
+    auto at = joined + first * (D + 2);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int h = 0; h < HEADS && share == from; ++h) {
+      for (int d = 0; d < PER; ++d) at[h * (D + 2) + 32 * d + lane] = o[h][d];
+      if (lane == h * W) at[h * (D + 2) + D] = sum, at[h * (D + 2) + D + 1] = top;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (share == 0) {
+      const int h = metal::min(lane / W % P, HEADS - 1) * (D + 2);
+      const float higher = metal::max(top, at[h + D + 1]), base = higher == -INFINITY ? 0.0f : higher;
+      const float ours = metal::exp(top - base), theirs = metal::exp(at[h + D + 1] - base);
+      top = higher;
+      sum = sum * ours + at[h + D] * theirs;
+      for (int h = 0; h < HEADS; ++h) {
+        const float x = simd_shuffle(ours, h * W), y = simd_shuffle(theirs, h * W);
+        for (int d = 0; d < PER; ++d) o[h][d] = o[h][d] * x + at[h * (D + 2) + 32 * d + lane] * y;
       }
     }
   }
-  for (int h = 0; h < HEADS && first + h < G; ++h) {
+  if (share > 0) continue;
+  for (int h = 0; h < HEADS; ++h) {
+    if (first + h >= G) break;
     const int at = (kv * G + first + h) * blocks + block;
-    for (int d = 0; d < PER; ++d) o_part[long(at) * D + (32 * (d / V) + lane) * V + d % V] = o[h][d / V][d % V];
-    if (lane == 0) sum_part[at] = sum[h];
-    if (lane == 0) max_part[at] = top[h];
+    for (int c = 0; c < PER / V; ++c) sdpa_store<V>(o_part + long(at) * D + (32 * c + lane) * V, o[h] + c * V);
+    if (lane == h * W) sum_part[at] = sum, max_part[at] = top;
   }
 }
