@@ -29,7 +29,10 @@ def arguments(given: Sequence[str]) -> Namespace:
         patch("sys.argv", ["mlx_lm.server", *given]),
     ):
         server.main()
-    return taken[0]
+    (args,) = taken
+    if not 0 <= args.port < 1 << 16:
+        raise ValueError(f"[serve.port] wants 0 to 65535, got {args.port}")
+    return args
 
 
 class FusedProvider(server.ModelProvider):  # type: ignore[misc]
@@ -68,11 +71,20 @@ class FusedProvider(server.ModelProvider):  # type: ignore[misc]
         try:
             if self._own and model_path == str(DEFAULT):
                 self.model.set_dtype(mx.float32)
+                mx.eval(self.model.parameters())  # the server's thread cannot: MLX's streams are each a thread's own
             self.fusion = fuse(self.model, **self._options)
         except BaseException:
             super().reset()  # a model half ready would be taken for a loaded one
             raise
         self._on_report(self.fusion.report())
+
+
+class Generator(server.ResponseGenerator):  # type: ignore[misc]
+    """mlx_lm.server's generation thread, which ends with its streams: workers of theirs would abort the process."""
+
+    def _run_generate(self) -> None:
+        super()._run_generate()
+        mx.clear_streams()
 
 
 def serve(
@@ -82,7 +94,7 @@ def serve(
     """Serve until interrupted, or until the HTTP server is shut down.
 
     on_listening: called with the URL, in which a port of 0 has become a free one, and the HTTP server.
-    Raises ValueError on a port that is none, OSError on an address that cannot be had.
+    Raises OSError on an address that cannot be had.
     """
 
     class Server(ThreadingHTTPServer):
@@ -92,9 +104,7 @@ def serve(
             on_listening(f"http://{host!s}:{port}", self)
 
     args = provider.cli_args
-    if not 0 <= args.port < 1 << 16:
-        raise ValueError(f"[serve.port] wants 0 to 65535, got {args.port}")
-    generator = server.ResponseGenerator(provider, server.LRUPromptCache(args.prompt_cache_size))
+    generator = Generator(provider, server.LRUPromptCache(args.prompt_cache_size))
     try:
         if mx.distributed.init().rank() == 0:
             server._run_http_server(args.host, args.port, generator, server_class=Server)
