@@ -205,6 +205,9 @@ class GDNAdapter(LayerAdapter):
         if cache is not None:
             cache[0], cache[1] = states
             cache.advance(1)
+            # Padding that is passed masks nothing, and mlx-lm would count it on in every layer without evaluating it.
+            if cache.left_padding is not None and cache.left_padding.max().item() <= 0:
+                cache.left_padding = None
 
     def prefill(self, step: Callable[..., Any], layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """A prompt, x [B, S, H] → [B, S, H], by upstream's own modules but for the recurrence, which is ``step``'s.

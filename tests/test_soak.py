@@ -27,6 +27,6 @@ def test_sixty_steps(model, wanted, options):
     assert max(sample.rows for sample in samples) > 2
     assert report.layers[0].calls["fused"] > 40
     assert not options or report.chain["fused"] == report.layers[0].calls["fused"]
-    # What mlx-lm itself leaves unevaluated, and no more; and no row, no memory.
-    assert all(a.waiting <= b.waiting for a, b in zip(ours, samples, strict=True))
+    # Nothing waits behind the caches but the step computed ahead; and no row, no memory.
+    assert all(each.waiting <= 8 for each in ours)
     assert ours[-1].active <= samples[-1].active + report.new_bytes + 2**16
