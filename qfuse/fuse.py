@@ -352,7 +352,7 @@ def _subclass(cls: type) -> type:
         out = self._qfuse(self, x, mask, cache)
         return cls.__call__(self, x, mask=mask, cache=cache) if out is None else out
 
-    return type(f"Fused{cls.__name__}", (cls,), {"__call__": __call__, "__doc__": f"A {cls.__name__} run by qfuse."})
+    return _fused_class(cls, __call__)
 
 
 @cache
@@ -366,7 +366,18 @@ def _text_subclass(cls: type) -> type:
         more = () if input_embeddings is None else (input_embeddings,)  # Qwen3-Next's text model takes none
         return cls.__call__(self, inputs, cache, *more)
 
-    return type(f"Fused{cls.__name__}", (cls,), {"__call__": __call__, "__doc__": f"A {cls.__name__} run by qfuse."})
+    return _fused_class(cls, __call__)
+
+
+def _fused_class(cls: type, call: Callable[..., mx.array]) -> type:
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
+        # A copy, as mlx-lm makes of models to quantise them, is of the module and not of what runs it.
+        reduced: Any = cls.__reduce_ex__(self, protocol)
+        make, (_, *args), state, *items = reduced
+        return make, (cls, *args), {name: x for name, x in state.items() if name != "_qfuse"}, *items
+
+    members = {"__call__": call, "__reduce_ex__": __reduce_ex__, "__doc__": f"A {cls.__name__} run by qfuse."}
+    return type(f"Fused{cls.__name__}", (cls,), members)
 
 
 def _kind(layer: nn.Module) -> str:

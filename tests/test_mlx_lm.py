@@ -313,6 +313,19 @@ def test_save_model_writes_the_same_files(model, tmp_path, how):
     assert {"config.json", "model.safetensors"} <= set(wanted)
 
 
+@each_way
+def test_a_copy_of_the_model_is_as_it_was_before(model, how):
+    with fused_how(model, **how) as fusion:
+        wanted = greedy(model)
+        before = fusion.report()
+        copied = copy.deepcopy(model)
+        assert [type(m) for m in copied.modules()] == [type(m) for m in make_model().modules()]
+        assert greedy(copied) == wanted
+        assert fusion.report() == before
+        fused_how(copied, **how)
+        assert greedy(copied) == greedy(model) == wanted
+
+
 def loss(net, tokens):
     return nn.losses.cross_entropy(net(tokens[:, :-1]), tokens[:, 1:], reduction="mean")
 
