@@ -372,8 +372,7 @@ def _text_subclass(cls: type) -> type:
 def _fused_class(cls: type, call: Callable[..., mx.array]) -> type:
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
         # A copy, as mlx-lm makes of models to quantise them, is of the module and not of what runs it.
-        reduced: Any = cls.__reduce_ex__(self, protocol)
-        make, (_, *args), state, *items = reduced
+        make, (_, *args), state, *items = cast(Any, cls).__reduce_ex__(self, protocol)
         return make, (cls, *args), {name: x for name, x in state.items() if name != "_qfuse"}, *items
 
     members = {"__call__": call, "__reduce_ex__": __reduce_ex__, "__doc__": f"A {cls.__name__} run by qfuse."}
