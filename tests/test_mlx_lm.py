@@ -237,10 +237,10 @@ def test_generation_on_other_threads(model, how, workers):
 LORA = {"rank": 4, "scale": 4.0, "dropout": 0.0}
 
 
-def adapt(net, keys=None):
+def adapt(net, keys=None, **options):
     """LoRA layers on the last two decoder layers, with something in them."""
     mx.random.seed(1)
-    linear_to_lora_layers(net, 2, LORA | ({"keys": keys} if keys else {}))
+    linear_to_lora_layers(net, 2, LORA | ({"keys": keys} if keys else {}), **options)
     for name, module in net.named_modules():
         if hasattr(module, "lora_b"):
             module.lora_b = 0.05 * mx.random.normal(module.lora_b.shape, key=mx.random.key(len(name)))
@@ -257,6 +257,13 @@ def test_an_adapter_put_in_before_is_refused_by_name(how, keys):
     assert [layer.graph for layer in report.layers] == ["gdn_layer", "gdn_layer", rest, rest]
     assert all("is a LoRALinear" in layer.reason for layer in report.layers[2:])
     assert not any(layer.reason for layer in report.layers[:2])
+
+
+def test_dora_is_refused_by_name():
+    net = make_model()
+    adapt(net, ["linear_attn.out_proj", "self_attn.o_proj"], use_dora=True)
+    report = agree(net, lambda: greedy(net))
+    assert [layer.reason for layer in report.layers] == ["", "", "out_proj is a DoRALinear", "o_proj is a DoRALinear"]
 
 
 @each_way
