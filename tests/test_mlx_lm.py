@@ -219,19 +219,44 @@ def test_a_quantised_kv_cache_from_a_position_on_is_upstreams(model, how):
     assert not how or (report.chain["fused"], report.chain[reason]) == (5, 8)
 
 
-@each_way
-@pytest.mark.parametrize("workers", [1, 2])
-def test_generation_on_other_threads(model, how, workers):
-    def run():
-        with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(lambda prompt: greedy(model, 6, prompt), [PROMPT, [9, 8, 7], [65]]))
+def on_threads(*runs):
+    """What each gives, all at once on threads of their own, which end with their streams."""
 
-    def batched():
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(served, model).result()
+    def alone(run):
+        try:
+            return run()
+        finally:
+            mx.clear_streams()
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return list(pool.map(alone, runs))
+
+
+@each_way
+def test_generation_on_other_threads_and_on_several_at_once(model, how):
+    def run():
+        prompts = (PROMPT, [9, 8, 7], [65])
+        return on_threads(*(partial(greedy, model, 6, prompt) for prompt in prompts)), on_threads(
+            partial(served, model)
+        )
 
     whole(agree(model, run, **how), 18)
-    agree(model, batched, **how)
+
+
+@each_way
+def test_a_batch_that_outgrows_what_is_fused_and_comes_back(model, how):
+    def run():
+        batch, found = BatchGenerator(model, prefill_batch_size=4, completion_batch_size=9), []
+        for count in (3, 6, 0):
+            batch.insert([[n, n + 1, n + 2] for n in range(count)], [9 + 2 * n for n in range(count)])
+            for _ in range(4 if count else 30):
+                found += [(each.uid, each.token) for each in batch.next()[1]]
+        batch.close()
+        return found
+
+    report = agree(model, run, **how)
+    assert min(layer.calls["9 rows, more than 8"] for layer in report.layers) > 2
+    whole(report, 8)
 
 
 LORA = {"rank": 4, "scale": 4.0, "dropout": 0.0}

@@ -91,6 +91,19 @@ def test_clients_get_what_the_unfused_server_gives(unfused, options):
     assert provider.fusion is None  # the layers were given back at the end
 
 
+def test_a_quantised_kv_cache_is_served_as_by_the_unfused_server(checkpoint):
+    got = []
+    for mode in (0, 2):
+        with running("--model", str(checkpoint), "--kv-bits", "8", "--quantized-kv-start", "9", mode=mode) as (
+            url,
+            provider,
+        ):
+            got.append(chat(url, "abc"))
+            layers = provider.fusion.report().layers
+    assert got[0] == got[1]
+    assert layers[3].calls["MoE alone: QuantizedKVCache is not fused"] > 5
+
+
 def test_without_a_template_a_chat_is_written_out(checkpoint):
     texts = []
     for mode in (0, 2):
