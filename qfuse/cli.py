@@ -136,10 +136,7 @@ def serve(
     At most 8 rows of a batch are fused: --decode-concurrency 8 keeps to that.
     """
     from . import serve as serving
-    from .load import locate
 
-    if model is not None:
-        locate(model)
     args = serving.arguments([*context.args, *(("--model", model) if model is not None else ())])
     options = {"mode": mode, "backends": backends or None, "moe": moe, "segments": segments, "strict": strict}
     provider = serving.FusedProvider(args, options, lambda report: OUT.print(str(report), markup=False, soft_wrap=True))

@@ -100,8 +100,8 @@ def serve(
     class Server(ThreadingHTTPServer):
         def server_activate(self) -> None:
             super().server_activate()
-            host, port = self.server_address[:2]
-            on_listening(f"http://{host!s}:{port}", self)
+            host, port = str(self.server_address[0]), self.server_address[1]
+            on_listening(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", self)
 
     args = provider.cli_args
     generator = Generator(provider, server.LRUPromptCache(args.prompt_cache_size))
