@@ -39,6 +39,9 @@ class Chain:
         except RefusedError as error:
             self.calls[str(error)] += 1
             return None
+        except BaseException as error:
+            self.calls[raised(error)] += 1
+            raise
         self.calls["fused"] += 1
         return models.normed(text, out)
 
@@ -47,8 +50,9 @@ class Chain:
         calls = [(fused, *call) for fused, call in zip(layers, models.layer_calls(text, x, cache), strict=True)]
         kinds = []
         for fused, layer, mask, held in calls:
-            if reason := fused.refuses(layer, x) or fused.adapter.refuses(x, mask, held):
+            if reason := fused.refuses(layer, x, held) or fused.adapter.refuses(x, mask, held):
                 raise RefusedError(reason)
+            models.whole_steps(held)
             kinds.append((mask is not None, fused.adapter.long(held)))
         plan = self._plans.get(key := (x.dtype, *kinds))
         if plan is None:
@@ -62,6 +66,11 @@ class Chain:
             fused.adapter.keep(held, *islice(states, fused.adapter.states))
             fused.calls["fused"] += 1
         return out.reshape(x.shape)
+
+
+def raised(error: BaseException) -> str:
+    """What a report calls a step that did not end."""
+    return f"raised {type(error).__name__}: {error}"[:200].removesuffix(": ")
 
 
 def _whole(layer: nn.Module) -> FusedLayer:

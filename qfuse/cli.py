@@ -24,6 +24,19 @@ OUT = Console(highlight=False)
 ERR = Console(stderr=True, highlight=False)
 STARTED = time.perf_counter()
 
+# Options that several commands have.
+MODEL = click.option(
+    "--model", metavar="PATH", help="Checkpoint folder. Default: the small one that comes with qfuse, in f32."
+)
+MODE = click.option(
+    "--mode", type=click.IntRange(0, 2), default=2, show_default=True, help="0 off, 1 the MoE, 2 whole layers."
+)
+BACKENDS = click.option(
+    "--backend", "backends", multiple=True, metavar="NAME", help="In order of preference. Default: see doctor."
+)
+MOE = click.option("--moe", type=click.Choice(["moe_4", "moe_5"]), default="moe_4", show_default=True)
+STRICT = click.option("--strict", is_flag=True, help="Fail on anything that is refused.")
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, message="%(prog)s %(version)s")
@@ -32,19 +45,13 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option(
-    "--model", metavar="PATH", help="Checkpoint folder. Default: the small one that comes with qfuse, in f32."
-)
+@MODEL
 @click.option("--prompt", default="Once upon a time", show_default=True, help="Text to go on from.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option(
-    "--mode", type=click.IntRange(0, 2), default=2, show_default=True, help="0 off, 1 the MoE, 2 whole layers."
-)
-@click.option(
-    "--backend", "backends", multiple=True, metavar="NAME", help="In order of preference. Default: see doctor."
-)
-@click.option("--moe", type=click.Choice(["moe_4", "moe_5"]), default="moe_4", show_default=True)
-@click.option("--strict", is_flag=True, help="Fail on anything that is refused.")
+@MODE
+@BACKENDS
+@MOE
+@STRICT
 @click.option(
     "--compare", "against_vanilla", is_flag=True, help="Run vanilla mlx-lm too and compare tokens and logits."
 )
@@ -105,6 +112,36 @@ def generate(
     if vanilla is not None:
         for line in comparison_lines(running.compare(vanilla, run)):
             OUT.print(line)
+
+
+@cli.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@MODEL
+@MODE
+@BACKENDS
+@MOE
+@click.option("--segments", is_flag=True, help="Compile what lies between two updates of a kv cache into one call.")
+@STRICT
+@click.pass_context
+def serve(
+    context: click.Context,
+    model: str | None,
+    mode: int,
+    backends: tuple[str, ...],
+    moe: str,
+    segments: bool,
+    strict: bool,
+) -> None:
+    """Run mlx_lm.server with the model fused; all other options are its own, see mlx_lm.server --help.
+
+    At most 8 rows of a batch are fused: --decode-concurrency 8 keeps to that.
+    """
+    from . import serve as serving
+
+    args = serving.arguments([*context.args, *(("--model", model) if model is not None else ())])
+    options = {"mode": mode, "backends": backends or None, "moe": moe, "segments": segments, "strict": strict}
+    provider = serving.FusedProvider(args, options, lambda report: OUT.print(str(report), markup=False, soft_wrap=True))
+    provider.load_default()  # here and not in the server's own thread, so that what is wrong with it ends the command
+    serving.serve(provider, lambda url, _: OUT.print(f"listening on {url}", markup=False, soft_wrap=True))
 
 
 @cli.command()
@@ -211,7 +248,7 @@ FORMATS = ("table", "mermaid", "dot", "svg", "png", "html", "json")
 @click.option("--rows", type=click.IntRange(1, 8), default=1, show_default=True, help="Sequences decoded together.")
 @click.option("--keys", type=click.IntRange(min=1), default=1024, show_default=True, help="Keys in the kv caches.")
 @click.option("--backend", "backends", multiple=True, metavar="NAME", help="In order of preference; default metal.")
-@click.option("--moe", type=click.Choice(["moe_4", "moe_5"]), default="moe_4", show_default=True)
+@MOE
 @click.option("--device", metavar="NAME", help="Estimate a token's time there, such as m3-ultra or h200.")
 @click.option("--committed", is_flag=True, help="On a CUDA GPU: run a few layers and count the kernels launched.")
 @click.option("--format", "form", type=click.Choice(FORMATS), help="Default: by the ending of FILE, or a table.")

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from . import backends as backend_table
 from . import models, upstream
-from .chain import Chain
+from .chain import Chain, raised
 from .graphs.graph import Graph, make
 from .models import PREFILL, PREFILL_GDN, Adapter, GDNAdapter, RefusedError
 from .ops import GDNStep
@@ -30,21 +30,23 @@ class FusedLayer:
     """One layer's adapter and its plans so far, by part, dtype of the activations, mask or none, long or short.
 
 
-    calls: how many calls were fused, under ``"fused"`` and ``"MoE alone: reason"``, and how many upstream ran, under
-    the reason.
+    calls: how many calls were fused, under ``"fused"`` and ``"MoE alone: reason"``, how many upstream ran, under the
+    reason, and how many did not end, under ``"raised Error: message"``.
     """
 
-    def __init__(self, adapter: Adapter, fusion: Fusion) -> None:
+    def __init__(self, layer: nn.Module, adapter: Adapter, fusion: Fusion) -> None:
         self.adapter = adapter
         self.fusion = fusion
         self.calls: Counter[str] = Counter()
+        self._places = models.places(layer, adapter)
+        self._changed: str | None = None
         self._recurrence = _recurrence(adapter, fusion)
         self._plans: dict[tuple[str, mx.Dtype, bool, bool], Plan] = {}
 
     def __call__(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
         """The layer's output, or None where upstream has to run it. Raises RefusedError in strict mode."""
         part, adapter = self.adapter.part, self.adapter
-        reason = self.refuses(layer, x)
+        reason = self.refuses(layer, x, cache)
         if reason == PREFILL and self._recurrence and not layer.training:
             gdn, step = self._recurrence
             if gdn.refuses(x, mask, cache) is None:
@@ -58,21 +60,36 @@ class FusedLayer:
                 self._refuse(reason)
                 return None
             part = "moe"
+        try:
+            out = self._run(part, layer, x, mask, cache)
+        except BaseException as error:
+            self.calls[raised(error)] += 1
+            raise
         self.calls["fused" if reason is None else f"MoE alone: {reason}"] += 1
+        return out
+
+    def _run(self, part: str, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        adapter = self.adapter
         if part == "moe":
             r = adapter.mix(layer, x, mask, cache)
             B, _, H = x.shape
             (out,) = self.plan(x.dtype, part=part).run(r.reshape(B, H), x.reshape(B, H))
             return out.reshape(B, 1, H)
+        if self.fusion.segments:
+            models.whole_steps(cache)
         out = adapter.decode(self.plan(x.dtype, mask is not None, adapter.long(cache)), x, mask, cache)
         if part == "layer":
             return out
         h = x + out
         return h + layer.mlp(layer.post_attention_layernorm(h))
 
-    def refuses(self, layer: nn.Module, x: mx.array) -> str | None:
-        """Why no step of this shape is fused, or None."""
-        return models.refuses_shape(layer, x) if x.dtype in DTYPE_NAMES else f"activations are {x.dtype}"
+    def refuses(self, layer: nn.Module, x: mx.array, cache: Any) -> str | None:
+        """Why no step of this shape is fused, or None. Where a sequence begins, the layer's weights are looked at."""
+        if x.dtype not in DTYPE_NAMES:
+            return f"activations are {x.dtype}"
+        if not layer.training and models.begins(x, cache):
+            self._changed = models.changed(layer, self.adapter, self._places)
+        return models.refuses_shape(layer, x) or self._changed
 
     def _refuse(self, reason: str) -> None:
         self.calls[reason] += 1
@@ -307,7 +324,7 @@ def _adapted(layer: nn.Module, fusion: Fusion) -> FusedLayer:
             adapter = attrs.evolve(cast(Any, adapter), left=refused | dict(adapter.left))
             if fusion.strict and adapter.left:
                 raise RefusedError("; ".join(adapter.left.values()))
-            fused = FusedLayer(adapter, fusion)
+            fused = FusedLayer(layer, adapter, fusion)
             fused.plan(adapter.weights["input_norm.w_norm"].dtype)
             return fused
         except SpecError as error:
@@ -333,7 +350,7 @@ def _subclass(cls: type) -> type:
         out = self._qfuse(self, x, mask, cache)
         return cls.__call__(self, x, mask=mask, cache=cache) if out is None else out
 
-    return type(f"Fused{cls.__name__}", (cls,), {"__call__": __call__, "__doc__": f"A {cls.__name__} run by qfuse."})
+    return _fused_class(cls, __call__)
 
 
 @cache
@@ -347,7 +364,17 @@ def _text_subclass(cls: type) -> type:
         more = () if input_embeddings is None else (input_embeddings,)  # Qwen3-Next's text model takes none
         return cls.__call__(self, inputs, cache, *more)
 
-    return type(f"Fused{cls.__name__}", (cls,), {"__call__": __call__, "__doc__": f"A {cls.__name__} run by qfuse."})
+    return _fused_class(cls, __call__)
+
+
+def _fused_class(cls: type, call: Callable[..., mx.array]) -> type:
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
+        # A copy, as mlx-lm makes of models to quantise them, is of the module and not of what runs it.
+        make, (_, *args), state, *items = cast(Any, cls).__reduce_ex__(self, protocol)
+        return make, (cls, *args), {name: x for name, x in state.items() if name != "_qfuse"}, *items
+
+    members = {"__call__": call, "__reduce_ex__": __reduce_ex__, "__doc__": f"A {cls.__name__} run by qfuse."}
+    return type(f"Fused{cls.__name__}", (cls,), members)
 
 
 def _kind(layer: nn.Module) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +64,23 @@ def check(folder: Path) -> dict[str, Any]:
     return config
 
 
+@contextmanager
+def opening(folder: Path) -> Iterator[None]:
+    """Whatever a broken file makes mlx-lm or MLX raise, it is the file that is wrong: a CheckpointError."""
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"[model] wants a checkpoint that mlx-lm opens, got {folder}: {text[:300]}") from error
+
+
 def load(folder: Path, progress: Callable[[int, int], None] = lambda _done, _total: None) -> tuple[nn.Module, Any]:
     """Model and tokenizer by mlx-lm, weights read layer by layer. progress: called with layers read and layers in all.
 
     Raises CheckpointError on anything that mlx-lm or MLX says of the files.
     """
     check(folder)
-    try:
+    with opening(folder):
         model, tokenizer = mlx_lm.load(str(folder), lazy=True)
         layers = decoder_layers(model)
         for done, layer in enumerate(layers):
@@ -77,9 +88,6 @@ def load(folder: Path, progress: Callable[[int, int], None] = lambda _done, _tot
             mx.eval(layer.parameters())
         mx.eval(model.parameters())
         progress(len(layers), len(layers))
-    except Exception as error:  # whatever a broken file makes of them, it is the file that is wrong
-        text = " ".join(str(error).split())
-        raise CheckpointError(f"[model] wants a checkpoint that mlx-lm opens, got {folder}: {text[:300]}") from error
     return model, tokenizer
 
 
@@ -89,12 +97,9 @@ def hollow(folder: Path) -> nn.Module:
     Raises CheckpointError on anything that mlx-lm or MLX says of the files.
     """
     check(folder)
-    try:
+    with opening(folder):
         model, _ = mlx_lm.utils.load_model(folder, lazy=True)
         empty(model)
-    except Exception as error:  # whatever a broken file makes of them, it is the file that is wrong
-        text = " ".join(str(error).split())
-        raise CheckpointError(f"[model] wants a checkpoint that mlx-lm opens, got {folder}: {text[:300]}") from error
     model.eval()
     return model
 

@@ -18,7 +18,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 from . import graphs
 from .graphs import Graph
 from .plan import Plan
-from .spec import QArray, Quant
+from .spec import QArray, Quant, SpecError
 
 MAX_ROWS = 8
 """Rows that a decode step may have; more go to upstream, whose batched kernels are made for them."""
@@ -34,6 +34,7 @@ LONG_DIMS = {"blocks": 128, "run": 16}
 
 PREFILL = "prefill, S > 1"
 PREFILL_GDN = "prefill, S > 1, with gdn_step"
+CHANGED = "its weights were changed after fuse(); remove() and fuse again"
 
 
 class RefusedError(ValueError):
@@ -207,6 +208,9 @@ class GDNAdapter(LayerAdapter):
         if cache is not None:
             cache[0], cache[1] = states
             cache.advance(1)
+            # Padding that is passed masks nothing, and mlx-lm would count it on in every layer without evaluating it.
+            if cache.left_padding is not None and cache.left_padding.max().item() <= 0:
+                cache.left_padding = None
 
     def prefill(self, step: Callable[..., Any], layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """A prompt, x [B, S, H] → [B, S, H], by upstream's own modules but for the recurrence, which is ``step``'s.
@@ -295,6 +299,45 @@ def refuses_shape(layer: nn.Module, x: mx.array) -> str | None:
     if layer.training:
         return "the model is in training mode; call model.eval()"
     return None
+
+
+def begins(x: mx.array, cache: Any) -> bool:
+    """Whether this call is a prompt's, or the first token's without one."""
+    return x.shape[1] > 1 or cache is None or cache.empty()
+
+
+Place = tuple[nn.Module, str, Any]
+
+
+def places(layer: nn.Module, adapter: Adapter) -> list[Place]:
+    """Where a layer holds what its adapter read, and its modules: owner, name, value."""
+    read = {id(part) for array in adapter.weights.values() for part in _parts(array)}
+    owners = layer.modules()
+    return [(m, key, x) for m in owners for key, x in m.items() if isinstance(x, nn.Module) or id(x) in read]
+
+
+def changed(layer: nn.Module, adapter: Adapter, places: Sequence[Place]) -> str | None:
+    """Why a layer is no longer the one that the adapter read: other arrays, or modules that are not read; or None."""
+    if all(owner.get(key) is x for owner, key, x in places):  # a twentieth of the time of reading it again
+        return None
+    try:
+        now = adapt(layer, fold_router=False, parts=PARTS if adapter.part == "layer" else (adapter.part,))
+    except (RefusedError, SpecError) as error:
+        return f"{CHANGED}: {error}"
+    if reasons := [reason for part, reason in now.left.items() if part not in adapter.left]:
+        return f"{CHANGED}: {'; '.join(reasons)}"
+    held = [(_parts(array), _parts(adapter.weights[name])) for name, array in now.weights.items()]
+    return None if all(a is b for new, old in held for a, b in zip(new, old, strict=True)) else CHANGED
+
+
+def whole_steps(cache: Any) -> None:
+    """Round the room of a kv cache up to a multiple of its step, so that its shape is one of few.
+
+    mlx-lm adds steps to whatever a prompt or a batch left, and what MLX has compiled goes by shapes.
+    """
+    if getattr(cache, "keys", None) is not None and (more := -cache.keys.shape[2] % cache.step):
+        room = [(0, 0), (0, 0), (0, more), (0, 0)]
+        cache.keys, cache.values = mx.pad(cache.keys, room), mx.pad(cache.values, room)
 
 
 def upstream_kernels() -> list[tuple[Any, str, Any]]:
@@ -401,6 +444,10 @@ def _wants_cache(cache: Any, cls: type, but: type | None = None) -> None:
 
 def _kind_of(model: nn.Module) -> str:
     return getattr(model, "model_type", None) or type(model).__name__
+
+
+def _parts(array: mx.array | QArray) -> tuple[Any, ...]:
+    return tuple(array.parts()) if isinstance(array, QArray) else (array,)
 
 
 def _linear(place: str, module: nn.Module) -> QArray:

@@ -94,9 +94,10 @@ class Plan:
         self._output_slots = tuple(outputs.values())
         size = 1 + max([len(inputs), *(slot for step in steps for slot in step.writes)])
         self._spare = [None] * (size - len(inputs))
+        self._runs = _runs(self.steps) if segments else [[step] for step in self.steps]
         calls = [(step.call, step.reads, step.writes) for step in steps]
         if segments:
-            calls = _segments(self.steps, {*self._output_slots})
+            calls = _segments(self._runs, {*self._output_slots})
         self._hot = tuple((call, reads, writes if len(writes) > 1 else writes[0]) for call, reads, writes in calls)
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
@@ -105,14 +106,23 @@ class Plan:
         Arguments are not checked here, this is once per layer and token; :meth:`debug` checks them.
         """
         slots = [*inputs, *self._spare]
-        for call, reads, writes in self._hot:
-            result = call(*[slots[i] for i in reads])
-            if isinstance(writes, int):
-                slots[writes] = result
-            else:
-                for slot, value in zip(writes, result, strict=True):
-                    slots[slot] = value
+        try:
+            for call, reads, writes in self._hot:
+                result = call(*[slots[i] for i in reads])
+                if isinstance(writes, int):
+                    slots[writes] = result
+                else:
+                    for slot, value in zip(writes, result, strict=True):
+                        slots[slot] = value
+        except Exception as error:
+            error.add_note(self._place(call))
+            raise
         return tuple([slots[i] for i in self._output_slots])
+
+    def _place(self, call: Callable[..., Any]) -> str:
+        run = self._runs[[each for each, _, _ in self._hot].index(call)]
+        nodes = " to ".join(dict.fromkeys((run[0].node.name, run[-1].node.name)))
+        return f"qfuse: at {nodes} of {self.graph.name}, on {', '.join(dict.fromkeys(step.backend for step in run))}"
 
     def debug(self, *inputs: Any, until: str | None = None) -> dict[str, Any]:
         """Run with every argument and result checked, and return each tensor as ``node.tensor``.
@@ -190,13 +200,21 @@ Refuses = Callable[[backends.Backend, Node, backends.Weights], str | None]
 Call = tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]
 
 
-def _segments(steps: Sequence[Step], outputs: set[int]) -> list[Call]:
-    """The steps as calls, each run of steps without a handle as one that MLX compiles at its first use in a thread."""
-    runs = [list(run) for _, run in groupby(steps, lambda step: bool(step.node.op.select("handle")))]
+def _runs(steps: Sequence[Step]) -> list[list[Step]]:
+    """The steps in order: one with a handle by itself, what lies between two of them together."""
+    runs: list[list[Step]] = []
+    for handle, group in groupby(steps, lambda step: bool(step.node.op.select("handle"))):
+        between = list(group)
+        runs += [[step] for step in between] if handle else [between]
+    return runs
+
+
+def _segments(runs: Sequence[Sequence[Step]], outputs: set[int]) -> list[Call]:
+    """Each run as one call, that of steps without a handle one that MLX compiles at its first use in a thread."""
     calls: list[Call] = []
     for number, run in enumerate(runs):
         if run[0].node.op.select("handle"):
-            calls += [(step.call, step.reads, step.writes) for step in run]
+            calls.append((run[0].call, run[0].reads, run[0].writes))
             continue
         later = outputs.union(*(step.reads for after in runs[number + 1 :] for step in after))
         calls.append(_compiled(run, later))

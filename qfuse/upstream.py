@@ -37,6 +37,8 @@ BODIES: dict[str, tuple[str, ...]] = {
     "mlx_lm.models.cache:KVCache.update_and_fetch": ("024f393d1277",),
     "mlx_lm.models.cache:BatchKVCache.update_and_fetch": ("f27afed55785",),
     "mlx_lm.models.cache:ArraysCache.advance": ("20da9a71f061",),
+    "mlx_lm.models.cache:ArraysCache.make_mask": ("a2cfa2705444",),
+    "mlx_lm.models.cache:ArraysCache.extend": ("1b39957b4202",),
 }
 """What is stood in for, and the digests of its source that are known to compute what the references compute."""
 

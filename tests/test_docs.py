@@ -24,6 +24,14 @@ def test_readme_fuses_a_model(checkpoint, capsys):
     assert "4 of 4 layers fused" in capsys.readouterr().out
 
 
+def test_the_page_on_mlx_lm_fuses_a_batch(checkpoint, capsys):
+    (example,) = blocks("docs/mlx-lm.md")
+    exec(compile(example.replace("path/to/qwen3.5-moe", str(checkpoint)), "docs/mlx-lm.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert "4 of 4 layers fused" in said
+    assert "pqrstuvw" in said
+
+
 def test_readme_composes_a_layer():
     names = {}
     exec(compile(blocks("README.md")[1], "README.md", "exec"), names)
