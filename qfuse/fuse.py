@@ -236,7 +236,8 @@ def fuse(
     mode: 0 nothing, 1 the MoE alone, 2 whole layers. backends: names in order of preference, default
     :func:`qfuse.backends.default`; an op that none of them takes is run by its reference. strict: raise on anything
     that is refused, a layer, a call or an op by one of the backends, instead of leaving it to what comes next and
-    saying so in the report. moe: ``moe_4``, with the router folded into the output projection's dispatch, or ``moe_5``.
+    saying so in the report. moe: ``moe_4``, with the router folded into the output projection's dispatch, or ``moe_5``;
+    a layer that is sharded over ranks is of moe_5's form either way, see docs/distributed.md.
     probe: on a backend that compiles kernels, check each distinct op against its reference before it is used, and
     leave one that fails to the next backend, see docs/design.md for what it costs. check_upstream: refuse an mlx-lm
     whose code is not the one that the plans stand in for, see qfuse.upstream.
@@ -271,7 +272,7 @@ def fuse(
     if mode == 0:
         return fusion
     try:
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(layers, models.first_layer(model)):
             _fuse_layer(index, layer, fusion)
     except BaseException:
         fusion.remove()
