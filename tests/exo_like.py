@@ -83,12 +83,15 @@ def tensor(model, group):
     """Every layer sharded: linear layers of MLX's sharded classes, experts in place with a wrapper that sums."""
     for layer in model.layers:
         (_gdn if layer.is_linear else _gqa)(layer, group)
-        moe = layer.mlp
-        for part in (moe.switch_mlp, moe.shared_expert):
-            shard_inplace(part.gate_proj, "all-to-sharded", group=group)
-            shard_inplace(part.up_proj, "all-to-sharded", group=group)
-            shard_inplace(part.down_proj, "sharded-to-all", group=group)
-        layer.mlp = ShardedMoE(moe, group)
+        tensor_moe(layer, group)
+
+
+def tensor_moe(layer, group):
+    for part in (layer.mlp.switch_mlp, layer.mlp.shared_expert):
+        shard_inplace(part.gate_proj, "all-to-sharded", group=group)
+        shard_inplace(part.up_proj, "all-to-sharded", group=group)
+        shard_inplace(part.down_proj, "sharded-to-all", group=group)
+    layer.mlp = ShardedMoE(layer.mlp, group)
 
 
 def _gqa(layer, group):

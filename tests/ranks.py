@@ -1,7 +1,8 @@
-"""One rank of the tests that start several: python ranks.py FOLDER runs every scenario and writes FOLDER/RANK.json."""
+"""One rank of the tests that start several: ``python ranks.py FOLDER NAME…`` runs scenarios, writes FOLDER/RANK.json."""
 
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import exo_like
@@ -12,13 +13,15 @@ from mlx_lm.generate import generate_step
 
 from qfuse import fuse, tiny
 
-CONFIG = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
-PROMPT, STEPS = [5, 6, 7, 8, 9], 6
+# Heads for four ranks, and whole groups of 32 in a quarter of every row.
+HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+TWO = HEADS | {"num_hidden_layers": 2, "full_attention_interval": 2}
+PROMPT, STEPS = [5, 6, 7], 4
 
 
-def model_of(config=tiny.CONFIG, dtype=mx.float32):
-    """The same model on every rank; groups of 32, so that a shard of a quarter has whole ones."""
-    return make_model(dtype=dtype, group=32, **(config | CONFIG))
+def model_of(config):
+    """The same model on every rank."""
+    return make_model(group=32, **config)
 
 
 def generated(model):
@@ -27,25 +30,27 @@ def generated(model):
     return [int(token) for token, _ in pairs], pairs[-1][1]
 
 
-def scenario(group, config, spread, **options):
-    """A model spread over the ranks, vanilla and fused, against the same model whole in this process."""
-    alone, expected = generated(model_of(config))
-    model = model_of(config)
+@cache
+def alone(family, *more):
+    """What the model gives whole, vanilla and in this process."""
+    return generated(model_of(FAMILIES[family] | dict(more)))
+
+
+def scenario(group, family, more, spread, **options):
+    """A model spread over the ranks and fused, against the same model whole."""
+    expected, logprobs = alone(family, *more.items())
+    model = model_of(FAMILIES[family] | more)
     spread(model, group)
-    vanilla, _ = generated(model)
     with fuse(model, backends="reference", **options) as fusion:
         tokens, got = generated(model)
         report = fusion.report()
-    restored, _ = generated(model)
     return {
-        "alone": alone,
-        "vanilla": vanilla,
-        "fused": tokens,
-        "removed": restored,
-        "error": mx.abs(got - expected).max().item(),
+        "expected": expected,
+        "tokens": tokens,
+        "removed": generated(model)[0],
+        "error": mx.abs(got - logprobs).max().item(),
         "layers": [[each.index, each.graph, each.reason, dict(each.calls)] for each in report.layers],
         "chain": dict(report.chain),
-        "new_bytes": report.new_bytes,
     }
 
 
@@ -57,25 +62,29 @@ def pipelined(model, group):
     model.model.pipeline(group)
 
 
+FAMILIES = {"moe": tiny.CONFIG, "dense": DENSE | {"intermediate_size": 256}, "next": NEXT}
 SCENARIOS = {
-    "sharded": (tiny.CONFIG, sharded, {"strict": True}),
-    "sharded, moe_5 and segments": (tiny.CONFIG, sharded, {"strict": True, "moe": "moe_5", "segments": True}),
-    "sharded, mode 1": (tiny.CONFIG, sharded, {"strict": True, "mode": 1}),
-    "sharded, dense": (DENSE, sharded, {"strict": True}),
-    "pipelined": (tiny.CONFIG, pipelined, {"strict": True}),
-    "pipelined, segments": (tiny.CONFIG, pipelined, {"segments": True}),
-    "pipelined, next": (NEXT, pipelined, {"strict": True}),
-    "exo, tensor": (tiny.CONFIG, exo_like.tensor, {"strict": True}),
-    "exo, tensor, next": (NEXT, exo_like.tensor, {"strict": True}),
-    "exo, pipeline": (tiny.CONFIG, exo_like.pipeline, {"strict": True}),
+    "sharded": ("moe", TWO, sharded, {"strict": True}),
+    "sharded, segments": ("moe", TWO, sharded, {"strict": True, "segments": True}),
+    "sharded, mode 1": ("moe", TWO, sharded, {"strict": True, "mode": 1}),
+    "sharded, dense": ("dense", TWO, sharded, {"strict": True}),
+    "pipelined": ("moe", HEADS, pipelined, {"strict": True}),
+    "pipelined, segments": ("moe", HEADS, pipelined, {"segments": True}),
+    "pipelined, next": ("next", HEADS, pipelined, {"strict": True}),
+    "exo, tensor": ("moe", TWO, exo_like.tensor, {"strict": True}),
+    "exo, tensor, next": ("next", TWO, exo_like.tensor, {"strict": True}),
+    "exo, pipeline": ("moe", HEADS, exo_like.pipeline, {"strict": True}),
 }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: list[str]) -> None:
     group = mx.distributed.init(backend="ring", strict=True)
-    found = {name: scenario(group, config, spread, **options) for name, (config, spread, options) in SCENARIOS.items()}
+    found = {}
+    for name in names:
+        *what, options = SCENARIOS[name]
+        found[name] = scenario(group, *what, **options)
     (folder / f"{group.rank()}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
