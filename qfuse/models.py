@@ -109,8 +109,8 @@ WRAPPED = "_original_layer"
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers of a model of this family, told by their classes. Raises RefusedError on any other model.
 
-    Of a model whose layers are spread over machines, those of this one. A layer that exo wraps, to receive what it takes
-    or to send what it gives, is the one within.
+    Of a model whose layers are spread over machines, those of this one. Where exo wraps a layer, to receive what it
+    takes or to send what it gives, it is the one within.
     """
     text = getattr(model, "language_model", model)
     held = getattr(getattr(text, "model", None), "layers", None)
@@ -505,7 +505,7 @@ def _moe(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:
 
 
 def _sharded_block(mlp: nn.Module) -> tuple[nn.Module, Any]:
-    """An MLP as it is; or of exo's ShardedMoE, which does nothing else, what it wraps and the group that it sums over."""
+    """An MLP as it is; or of exo's ShardedMoE what it wraps, and the group over which it sums that one's results."""
     if type(mlp).__name__ == "ShardedMoE" and WRAPPED in mlp:
         return mlp[WRAPPED], mlp.sharding_group
     return mlp, None

@@ -1,4 +1,4 @@
-"""Models spread over ranks as exo does it, by wrappers of the same form: what a layer is kept under, and what they do."""
+"""Models spread over ranks as exo does it: wrappers of the same form and names, and the same linear layers sharded."""
 
 from inspect import signature
 
@@ -67,7 +67,7 @@ class ShardedMoE(Wrapping):
 
 
 def pipeline(model, group):
-    """Even runs of layers, the first and the last of a rank's wrapped; a rank without a kind of layer has no mask of it."""
+    """Even runs of layers, a rank's first and last wrapped; the masks of a kind of layer go by the first that is there."""
     text = model.language_model.model
     size, rank = group.size(), group.rank()
     share = len(text.layers) // size

@@ -1,4 +1,4 @@
-"""One rank of the tests that start several: ``python ranks.py FOLDER NAME…`` runs scenarios, writes FOLDER/RANK.json."""
+"""One rank of the tests that start several: ``python ranks.py FOLDER NAME…`` writes FOLDER/RANK.json."""
 
 import json
 import sys

@@ -1,5 +1,6 @@
 """Models spread over processes that mlx.launch starts, over the ring backend on loopback; see ranks.py."""
 
+import contextlib
 import json
 import os
 import signal
@@ -58,10 +59,8 @@ def launched(tmp_path_factory):
         try:
             said, _ = done.communicate(timeout=SECONDS)
         finally:  # the launcher and its ranks share a process group
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(done.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         assert done.returncode == 0, said
         files = [folder / f"{rank}.json" for rank in range(size)]
         assert all(file.is_file() for file in files), said

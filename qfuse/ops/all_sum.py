@@ -10,8 +10,8 @@ from ..spec import In, Out
 class AllSum(Op):
     """y = Σ over the ranks of a group of x: MLX's own all-reduce, which makes a layer's output of its shards'.
 
-    group: an mx.distributed.Group, None for that of all ranks. No launch is counted: over a ring and JACCL the host sums,
-    over NCCL it is one.
+    group: an mx.distributed.Group, None for that of all ranks. Over a ring and JACCL the host sums and no launch is
+    counted; over NCCL there is one.
     """
 
     N: int

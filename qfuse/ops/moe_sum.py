@@ -5,7 +5,7 @@ from .moe_combine import weighted
 
 @op
 class MOESum(Op):
-    """y = Σ scores·d_routed + sigmoid(shared_gate_logit)·d_shared: moe_combine of one shard, the residual left for later.
+    """y = Σ scores·d_routed + sigmoid(shared_gate_logit)·d_shared: moe_combine of one shard, without the residual.
 
     T is a field: every input is f32, so the output's dtype cannot be read from the call.
     """
