@@ -45,12 +45,14 @@ class PipelineLastLayer(Wrapping):
         self.signature = signature(inner.__call__)
 
     def __call__(self, x, *args, **kwargs):
-        assert "cache" in self.signature.bind_partial(x, *args, **kwargs).arguments
+        cache = self.signature.bind_partial(x, *args, **kwargs).arguments.get("cache")
         out = self.original_layer(x, *args, **kwargs)
         mx.eval(out)
         rank, size = self.group.rank(), self.group.size()
         if rank != size - 1:
             out = mx.distributed.send(out, rank + 1, group=self.group)
+            if hasattr(cache, "keys"):
+                cache.keys = mx.depends(cache.keys, out)
             mx.eval(out)
         out = mx.distributed.all_gather(out, group=self.group)[-out.shape[0] :]
         mx.eval(out)
@@ -67,7 +69,7 @@ class ShardedMoE(Wrapping):
 
 
 def pipeline(model, group):
-    """Even runs of layers, a rank's first and last wrapped; the masks of a kind of layer go by the first that is there."""
+    """Even runs of layers, a rank's first and last wrapped; the masks of a kind go by the first layer of that kind."""
     text = model.language_model.model
     size, rank = group.size(), group.rank()
     share = len(text.layers) // size
