@@ -117,7 +117,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     layers = [_unwrapped(layer) for layer in held if layer is not None] if isinstance(held, list) else []
     if not any(isinstance(layer, LAYERS) for layer in layers):
         raise RefusedError(
-            f"[fuse] wants a model of type {', '.join(MODEL_TYPES[:-1])} or {MODEL_TYPES[-1]}, got {_kind_of(model)}"
+            f"[fuse] wants a model of type {', '.join(MODEL_TYPES[:-1])} or {MODEL_TYPES[-1]}, "
+            f"got {_kind_of(model, layers)}"
         )
     return layers
 
@@ -125,6 +126,14 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def first_layer(model: nn.Module) -> int:
     """The number in the whole model of the first decoder layer that is held here; exo does not keep it, and it is 0."""
     return getattr(text_model(model), "start_idx", 0)
+
+
+def own_call(module: nn.Module) -> str | None:
+    """Why a layer or a text model of a subclass is not one whose ``__call__`` can be stood in for, or None."""
+    place = type(module).__call__.__module__
+    if not isinstance(module, (*LAYERS, *TEXT_MODELS)) or place in (qwen3_5.__name__, qwen3_next.__name__):
+        return None
+    return f"{type(module).__name__} has a __call__ of its own, from {place}"
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -426,8 +435,10 @@ def _wants_cache(cache: Any, cls: type, but: type | None = None) -> None:
         raise TypeError(f"[cache] wants {wanted} for this layer, got {type(cache).__name__}")
 
 
-def _kind_of(model: nn.Module) -> str:
-    return getattr(model, "model_type", None) or type(model).__name__
+def _kind_of(model: nn.Module, layers: Sequence[nn.Module]) -> str:
+    kind = getattr(model, "model_type", None) or type(model).__name__
+    classes = sorted({f"{type(layer).__module__}.{type(layer).__name__}" for layer in layers})
+    return f"{kind} with layers of {', '.join(classes)}" if kind in MODEL_TYPES and classes else kind
 
 
 def _linear(place: str, module: nn.Module, *, summed: bool = False) -> QArray:
