@@ -33,7 +33,8 @@ def scenario(group, config, spread, **options):
     """What a rank gives of a model that is spread over all and fused."""
     model = model_of(config)
     spread(model, group)
-    with fuse(model, backends="reference", **options) as fusion:
+    chosen = {name: value(group) if callable(value) else value for name, value in options.items()}
+    with fuse(model, backends="reference", **chosen) as fusion:
         tokens, logprobs = generated(model)
         report = fusion.report()
     return {
@@ -56,6 +57,7 @@ SCENARIOS = {
     "sharded": (tiny.CONFIG | TWO, sharded, {"strict": True}),
     "sharded, segments": (tiny.CONFIG | TWO, sharded, {"strict": True, "segments": True}),
     "sharded, mode 1": (tiny.CONFIG | TWO, sharded, {"strict": True, "mode": 1}),
+    "sharded, a mode a rank": (tiny.CONFIG | TWO, sharded, {"strict": True, "mode": lambda group: 1 + group.rank()}),
     "sharded, dense": (DENSE | TWO, sharded, {"strict": True}),
     "pipelined": (tiny.CONFIG | HEADS, pipelined, {"strict": True}),
     "pipelined, segments": (tiny.CONFIG | HEADS, pipelined, {"segments": True}),

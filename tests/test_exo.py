@@ -14,7 +14,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from qfuse import fuse, models, upstream
 from qfuse.fuse import is_fused
+from qfuse.graphs import make
 from qfuse.integrations.exo import VARIABLE, maybe_apply_patches
+from qfuse.ops import GDNStep
 
 
 @pytest.fixture
@@ -140,6 +142,7 @@ class Simulated:
 
     def __init__(self, rank, meeting, parts):
         self._rank, self._meeting, self._parts = rank, meeting, parts
+        self.sums = 0
 
     def rank(self):
         return self._rank
@@ -148,39 +151,70 @@ class Simulated:
         return self._meeting.parties
 
     def all_sum(self, x):
-        self._parts[self._rank] = np.array(x)
+        self.sums += 1
+        self._parts[self._rank] = np.array(x.astype(mx.float32))
         self._meeting.wait()
         total = sum(self._parts)
         self._meeting.wait()
-        return mx.array(total)
+        return mx.array(total).astype(x.dtype)
 
 
-def test_tensor_sharding_over_simulated_ranks(folder, monkeypatch):
-    expected = decoded(make_model(group=32))
+@pytest.fixture
+def over_ranks(monkeypatch):
+    """What a function of a rank gives in each of two."""
     meeting, parts = Barrier(2, timeout=60), [None, None]
     ranks = [Simulated(rank, meeting, parts) for rank in range(2)]
-    sums = []
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda x, *, group: group.all_sum(x))
 
-    def all_sum(x, *, group):
-        sums.append(group.rank())
-        return group.all_sum(x)
+    def run(function):
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(function, ranks))
 
-    monkeypatch.setattr(mx.distributed, "all_sum", all_sum)
+    return run
 
-    def run(group):
+
+def test_tensor_sharding_over_simulated_ranks(folder, over_ranks):
+    expected = decoded(make_model(group=32))
+
+    def rank(group):
         model = make_model(group=32)
         exo_like.tensor(model, group)
-        mx.eval(model.parameters())
         fusion = maybe_apply_patches(model, folder)
-        out = decoded(model)
-        mx.eval(out)
-        return np.array(out), fusion.report()
+        return np.array(decoded(model)), fusion.report(), group.sums
 
-    with ThreadPoolExecutor(2) as pool:
-        for out, report in pool.map(run, ranks):
-            assert rms(mx.array(out) - expected) < 2e-5 * rms(expected)
-            assert [layer.graph for layer in report.layers] == [
-                *["gdn_layer_moe_5_on_2_ranks"] * 3, "gqa_layer_moe_5_on_2_ranks",
-            ]  # fmt: skip
-            assert all(layer.calls == {"fused": 4, "prefill, S > 1": 1} for layer in report.layers)
-    assert sums.count(0) == sums.count(1) == 2 * 4 * 5  # of a mixer and a MoE, at a prompt and four steps
+    for out, report, sums in over_ranks(rank):
+        assert rms(mx.array(out) - expected) < 2e-5 * rms(expected)
+        graphs = [layer.graph for layer in report.layers]
+        assert graphs == ["gdn_layer_moe_5_on_2_ranks"] * 3 + ["gqa_layer_moe_5_on_2_ranks"]
+        assert all(layer.calls == {"fused": 4, "prefill, S > 1": 1} for layer in report.layers)
+        assert sums == 2 * 4 * 5  # of a mixer and a MoE, in four layers, at a prompt and four steps
+
+
+def test_a_sharded_layer_in_half_precision_is_as_close_to_f32_as_upstream(folder, over_ranks):
+    # All experts are chosen, so that a near tie of the router cannot make the comparison one of luck.
+    def rank(group):
+        model = make_model(group=32, dtype=mx.bfloat16, num_experts=2)
+        exo_like.tensor(model, group)
+        upstream = decoded(model).astype(mx.float32)
+        maybe_apply_patches(model, folder)
+        return np.array(upstream), np.array(decoded(model).astype(mx.float32))
+
+    whole = make_model(group=32, dtype=mx.bfloat16, num_experts=2)
+    whole.set_dtype(mx.float32)
+    exact = decoded(whole)
+    for theirs, ours in over_ranks(rank):
+        assert rms(mx.array(ours) - exact) <= 2 * rms(mx.array(theirs) - exact)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_prompt_with_gdn_step_sums_a_sharded_mixer_once(monkeypatch, wrapped):
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda x, *, group: 2 * x)
+    model, one = make_model(), mx.distributed.init()
+    if wrapped:
+        exo_like.tensor(model, one)
+    else:
+        model.shard(one)
+    layer, x = model.layers[0], mx.random.normal((2, 5, 256), key=mx.random.key(1))
+    adapter = models.adapt(layer, fold_router=False)
+    got = adapter.prefill(make(GDNStep, adapter.dims).reference, layer, x, None, None)
+    assert rms(got - layer(x)) < 1e-5 * rms(got)

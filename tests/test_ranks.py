@@ -80,8 +80,11 @@ def graphs(size, name, rank):
     """Index and graph of each layer that a rank has to report."""
     over = f"_on_{size}_ranks"
     if "sharded" in name or "tensor" in name:
-        form = {"sharded, mode 1": ["moe_only"] * 2, "sharded, dense": ["gdn_mixer_layer", "gqa_mixer_layer"]}
-        parts = form.get(name, ["gdn_layer_moe_5", "gqa_layer_moe_5"])
+        parts = ["gdn_layer_moe_5", "gqa_layer_moe_5"]
+        if name == "sharded, mode 1" or (name == "sharded, a mode a rank" and rank == 0):
+            parts = ["moe_only"] * 2
+        elif name == "sharded, dense":
+            parts = ["gdn_mixer_layer", "gqa_mixer_layer"]
         return list(enumerate(f"{part}{over}" for part in parts))
     whole = ["gdn_layer"] * 3 + ["gqa_layer"]
     share = 4 // size
