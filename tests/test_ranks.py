@@ -50,7 +50,7 @@ def launched(tmp_path_factory):
         path = os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
         done = subprocess.Popen(
             command,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
