@@ -43,10 +43,20 @@ class FusedLayer:
         self._recurrence = _recurrence(adapter, fusion)
         self._plans: dict[tuple[str, mx.Dtype, bool, bool], Plan] = {}
 
-    def __call__(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
-        """The layer's output, or None where upstream has to run it. Raises RefusedError in strict mode."""
+    def __call__(
+        self,
+        layer: nn.Module,
+        x: mx.array,
+        mask: Any,
+        cache: Any,
+        more: Mapping[str, Any] = {},
+    ) -> mx.array | None:
+        """The layer's output, or None where upstream has to run it. Raises RefusedError in strict mode.
+
+        more: what a layer of a subclass is called with besides, which no plan takes.
+        """
         part, adapter = self.adapter.part, self.adapter
-        reason = self.refuses(layer, x, cache)
+        reason = f"called with {', '.join(more)}" if more else self.refuses(layer, x, cache)
         if reason == PREFILL and self._recurrence and not layer.training:
             gdn, step = self._recurrence
             if gdn.refuses(x, mask, cache) is None:
@@ -145,7 +155,7 @@ class LayerReport:
 class FusionReport:
     """What :func:`fuse` did. ``str()`` gives the table that the command prints.
 
-    chain: with segments, the calls of the model's layers as one, see qfuse.chain.
+    chain: with segments, the calls of the model's layers as one, see qfuse.chain; or 0 and why there can be none.
     """
 
     mode: int
@@ -167,7 +177,14 @@ class Fusion:
     """A fused model: what was put in, and the way to take it out. Also a context manager, which removes at exit."""
 
     def __init__(
-        self, mode: int, backends: Sequence[str], strict: bool, moe: str, probe: bool, segments: bool = False
+        self,
+        mode: int,
+        backends: Sequence[str],
+        strict: bool,
+        moe: str,
+        probe: bool,
+        segments: bool = False,
+        check_upstream: bool = True,
     ) -> None:
         self.mode = mode
         self.backends = tuple(backends)
@@ -175,10 +192,12 @@ class Fusion:
         self.moe = moe
         self.probe = Probe() if probe else None
         self.segments = segments
+        self.check_upstream = check_upstream
         self.options = (mode, tuple(backends), strict, moe, probe, segments)
         self.layers: dict[int, nn.Module] = {}
         self.refused: dict[int, tuple[nn.Module, str]] = {}
         self.text: nn.Module | None = None  # the model that holds the layers, where segments reach across them
+        self.unchained: str | None = None  # why they do not, where they could
 
     def build(self, graph: Graph, weights: Mapping[str, mx.array | QArray], dtype: mx.Dtype, *, segments: bool) -> Plan:
         """A plan on these backends, each op probed. Raises RefusedError in strict mode on one that is refused."""
@@ -198,7 +217,7 @@ class Fusion:
             backends=self.backends,
             layers=tuple(sorted(rows, key=lambda row: row.index)),
             new_bytes=sum(array.nbytes for layer in self.layers.values() for array in _folded(layer._qfuse.adapter)),
-            chain=dict(self.text._qfuse.calls) if self.text else {},
+            chain=dict(self.text._qfuse.calls) if self.text else {self.unchained: 0} if self.unchained else {},
         )
 
     def warmup(self, rows: Sequence[int] = (1,)) -> None:
@@ -221,7 +240,7 @@ class Fusion:
             _give_back(layer)
         if self.text is not None:
             _give_back(self.text)
-        self.text = None
+        self.text = self.unchained = None
         self.layers.clear()
         self.refused.clear()
 
@@ -251,10 +270,11 @@ def fuse(
     mode: 0 nothing, 1 the MoE alone, 2 whole layers. backends: names in order of preference, default
     :func:`qfuse.backends.default`; an op that none of them takes is run by its reference. strict: raise on anything
     that is refused, a layer, a call or an op by one of the backends, instead of leaving it to what comes next and
-    saying so in the report. moe: ``moe_4``, with the router folded into the output projection's dispatch, or ``moe_5``.
+    saying so in the report. moe: ``moe_4``, with the router folded into the output projection's dispatch, or ``moe_5``;
+    a layer that is sharded over ranks is of moe_5's form either way, see docs/distributed.md.
     probe: on a backend that compiles kernels, check each distinct op against its reference before it is used, and
     leave one that fails to the next backend, see docs/design.md for what it costs. check_upstream: refuse an mlx-lm
-    whose code is not the one that the plans stand in for, see qfuse.upstream.
+    whose code is not the one that the plans stand in for, see qfuse.upstream, and layers of a subclass with its own.
     segments: in mode 2, what lies between two updates of a kv cache as one function that MLX compiles, which spares
     Python most of its work at a token. It reaches across layers where all of them are fused as a whole, see
     qfuse.chain; else a batch with a mask over its keys runs without.
@@ -277,7 +297,7 @@ def fuse(
     layers = models.decoder_layers(model)
     if check_upstream and mode and (reason := upstream.moved()):
         raise RefusedError(f"[fuse] {reason}; check_upstream=False fuses all the same")
-    fusion = Fusion(mode, names, strict, moe, probe, segments)
+    fusion = Fusion(mode, names, strict, moe, probe, segments, check_upstream)
     existing = next((layer._qfuse.fusion for layer in layers if is_fused(layer)), None)
     if existing is not None:
         if existing.options != fusion.options:
@@ -286,14 +306,16 @@ def fuse(
     if mode == 0:
         return fusion
     try:
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(layers, models.first_layer(model)):
             _fuse_layer(index, layer, fusion)
     except BaseException:
         fusion.remove()
         raise
     if segments and mode == 2 and isinstance(text := models.text_model(model), models.TEXT_MODELS):
-        fusion.text = text
-        _take(text, Chain(), _text_subclass)
+        fusion.unchained = models.own_call(text)
+        if fusion.unchained is None:
+            fusion.text = text
+            _take(text, Chain(), _text_subclass)
     return fusion
 
 
@@ -317,6 +339,8 @@ def _fuse_layer(index: int, layer: nn.Module, fusion: Fusion) -> None:
 def _adapted(layer: nn.Module, fusion: Fusion) -> FusedLayer:
     """As much of a layer as its mode names and its weights allow: all of it, or its mixer, or its MoE."""
     wanted = models.PARTS if fusion.mode == 2 else ("moe",)
+    if fusion.check_upstream and (reason := models.own_call(layer)):
+        raise RefusedError(reason)
     refused: dict[str, str] = {}
     for parts in (wanted, *[(part,) for part in wanted if len(wanted) > 1]):
         try:
@@ -346,9 +370,11 @@ def _give_back(module: nn.Module) -> None:
 
 @cache
 def _subclass(cls: type) -> type:
-    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:  # noqa: N807
-        out = self._qfuse(self, x, mask, cache)
-        return cls.__call__(self, x, mask=mask, cache=cache) if out is None else out
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None, **more: Any) -> mx.array:  # noqa: N807
+        if more:
+            more = {name: value for name, value in more.items() if value is not None}
+        out = self._qfuse(self, x, mask, cache, more)
+        return cls.__call__(self, x, mask=mask, cache=cache, **more) if out is None else out
 
     return _fused_class(cls, __call__)
 

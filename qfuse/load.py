@@ -43,7 +43,7 @@ def locate(model: str) -> Path:
 
 def check(folder: Path) -> dict[str, Any]:
     """Read config.json and see that every weight file is there. Raises CheckpointError."""
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     kind = config.get("model_type")
     if kind not in MODEL_TYPES:
         raise CheckpointError(
@@ -51,7 +51,7 @@ def check(folder: Path) -> dict[str, Any]:
         )
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        files = sorted(set(read_json(index).get("weight_map", {}).values()))
     else:
         files = sorted(path.name for path in folder.glob("model*.safetensors"))
     if not files:
@@ -104,7 +104,8 @@ def hollow(folder: Path) -> nn.Module:
     return model
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:

@@ -9,6 +9,12 @@ from typing import Any, ClassVar, Protocol
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers.distributed import (
+    AllToShardedLinear,
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
 from mlx_lm.models import cache as caches
 from mlx_lm.models import gated_delta, qwen3_5, qwen3_5_moe, qwen3_next
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
@@ -97,17 +103,47 @@ class Adapter(Protocol):
 PARTS = ("mixer", "moe")
 LAYERS = (qwen3_5.DecoderLayer, qwen3_next.Qwen3NextDecoderLayer)
 TEXT_MODELS = (qwen3_5.Qwen3_5TextModel, qwen3_next.Qwen3NextModel)
+SUMMED = (ShardedToAllLinear, QuantizedShardedToAllLinear)
+"""Linear layers that sum their results over a group."""
+
+WRAPPED = "_original_layer"
+"""The key under which exo's wrappers keep the module that they wrap."""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a model of this family, told by their classes. Raises RefusedError on any other model."""
+    """The decoder layers of a model of this family, told by their classes. Raises RefusedError on any other model.
+
+    Of a model whose layers are spread over machines, those of this one. Where exo wraps a layer, to receive what it
+    takes or to send what it gives, it is the one within.
+    """
     text = getattr(model, "language_model", model)
-    layers = getattr(getattr(text, "model", None), "layers", None)
-    if not isinstance(layers, list) or not any(isinstance(layer, LAYERS) for layer in layers):
+    held = getattr(getattr(text, "model", None), "layers", None)
+    layers = [_unwrapped(layer) for layer in held if layer is not None] if isinstance(held, list) else []
+    if not any(isinstance(layer, LAYERS) for layer in layers):
         raise RefusedError(
-            f"[fuse] wants a model of type {', '.join(MODEL_TYPES[:-1])} or {MODEL_TYPES[-1]}, got {_kind_of(model)}"
+            f"[fuse] wants a model of type {', '.join(MODEL_TYPES[:-1])} or {MODEL_TYPES[-1]}, "
+            f"got {_kind_of(model, layers)}"
         )
     return layers
+
+
+def first_layer(model: nn.Module) -> int:
+    """The number in the whole model of the first decoder layer that is held here; exo does not keep it, and it is 0."""
+    return getattr(text_model(model), "start_idx", 0)
+
+
+def own_call(module: nn.Module) -> str | None:
+    """Why a layer or a text model of a subclass is not one whose ``__call__`` can be stood in for, or None."""
+    place = type(module).__call__.__module__
+    if not isinstance(module, (*LAYERS, *TEXT_MODELS)) or place in (qwen3_5.__name__, qwen3_next.__name__):
+        return None
+    return f"{type(module).__name__} has a __call__ of its own, from {place}"
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    while isinstance(module, nn.Module) and WRAPPED in module:
+        module = module[WRAPPED]
+    return module
 
 
 def prefilled(model: nn.Module, index: int, x: mx.array) -> Any:
@@ -122,7 +158,7 @@ def prefilled(model: nn.Module, index: int, x: mx.array) -> Any:
 def adapt(layer: nn.Module, *, fold_router: bool, parts: Sequence[str] = PARTS) -> Adapter:
     """Read one decoder layer, or only these ``parts`` of it. Raises RefusedError if none of them can be fused.
 
-    fold_router: make the folded router weights that o_proj_router takes, the only new memory.
+    fold_router: make the folded router weights that o_proj_router takes, the only new memory; not of a sharded layer.
     """
     if not isinstance(layer, LAYERS):
         raise RefusedError(f"layer is a {type(layer).__name__}, not a {' or '.join(each.__name__ for each in LAYERS)}")
@@ -145,7 +181,7 @@ def adapt(layer: nn.Module, *, fold_router: bool, parts: Sequence[str] = PARTS) 
         raise RefusedError("; ".join(left.values()) or "the MLP is dense, which upstream runs")
     if len(found) == 2:
         dims["o_proj_router.w_o"], weights["o_proj_router.w_o"] = dims["o_proj.w"], weights["o_proj.w"]
-        if fold_router:
+        if fold_router and not {"mixer_group", "moe_group"} & dims.keys():
             weights["o_proj_router.M1"], weights["o_proj_router.Wf"] = _fold(weights)
     part = "layer" if len(found) == 2 else found[0]
     return (GDNAdapter if layer.is_linear else GQAAdapter)(part=part, left=left, dims=dims, weights=weights)
@@ -236,7 +272,10 @@ class GDNAdapter(LayerAdapter):
             cache[0], cache[1] = mx.contiguous(window[:, 1 - d["Kc"] :]), state
             cache.advance(S)
         y = m.norm(y.reshape(B, S, d["Hv"], d["Dv"]), z.reshape(B, S, d["Hv"], d["Dv"]))
-        h = x + m.out_proj(y.reshape(B, S, -1))
+        r = m.out_proj(y.reshape(B, S, -1))
+        if getattr(m, "sharding_group", None) is not None:
+            r = mx.distributed.all_sum(r, group=m.sharding_group)
+        h = x + r
         return h + layer.mlp(layer.post_attention_layernorm(h))
 
     def _states(self, x: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
@@ -442,22 +481,31 @@ def _wants_cache(cache: Any, cls: type, but: type | None = None) -> None:
         raise TypeError(f"[cache] wants {wanted} for this layer, got {type(cache).__name__}")
 
 
-def _kind_of(model: nn.Module) -> str:
-    return getattr(model, "model_type", None) or type(model).__name__
+def _kind_of(model: nn.Module, layers: Sequence[nn.Module]) -> str:
+    kind = getattr(model, "model_type", None) or type(model).__name__
+    classes = sorted({f"{type(layer).__module__}.{type(layer).__name__}" for layer in layers})
+    return f"{kind} with layers of {', '.join(classes)}" if kind in MODEL_TYPES and classes else kind
 
 
 def _parts(array: mx.array | QArray) -> tuple[Any, ...]:
     return tuple(array.parts()) if isinstance(array, QArray) else (array,)
 
 
-def _linear(place: str, module: nn.Module) -> QArray:
-    """The arrays of a linear layer, by reference."""
+def _linear(place: str, module: nn.Module, *, summed: bool = False) -> QArray:
+    """The arrays of a linear layer, by reference. summed: it may be one that sums its results over a group."""
     kind = type(module)
+    if kind in SUMMED and not summed:
+        raise RefusedError(f"{place} is a {kind.__name__}, which sums over ranks where no op does")
     if "bias" in module:
         raise RefusedError(f"{place} has a bias")
-    if kind in (nn.Linear, SwitchLinear):
+    if kind in (nn.Linear, SwitchLinear, AllToShardedLinear, ShardedToAllLinear):
         return QArray(module.weight)
-    if kind not in (nn.QuantizedLinear, QuantizedSwitchLinear):
+    if kind not in (
+        nn.QuantizedLinear,
+        QuantizedSwitchLinear,
+        QuantizedAllToShardedLinear,
+        QuantizedShardedToAllLinear,
+    ):
         raise RefusedError(f"{place} is a {kind.__name__}")
     if module.mode != "affine" or module.get("biases") is None:
         raise RefusedError(f"{place} is quantised as {module.mode}; only affine is fused")
@@ -478,13 +526,16 @@ def _linears(place: str, **modules: nn.Module) -> tuple[dict[str, QArray], dict[
 
 def _moe(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Dims and weights of the MoE; None of a dense MLP, which is not ours to fuse."""
-    moe, norm = layer.mlp, layer.post_attention_layernorm
+    moe, group = _sharded_block(layer.mlp)
+    norm = layer.post_attention_layernorm
     if type(moe) is qwen3_next.Qwen3NextMLP:
         return None
     if type(moe) is not qwen3_next.Qwen3NextSparseMoeBlock:
         raise RefusedError(f"mlp is a {type(moe).__name__}, not a sparse MoE block")
     if moe.sharding_group is not None:
-        raise RefusedError("the MoE is sharded over a group")
+        if group is not None:
+            raise RefusedError("the MoE is summed over ranks twice, by itself and by what wraps it")
+        group = moe.sharding_group
     if type(moe.switch_mlp) is not SwitchGLU:
         raise RefusedError(f"switch_mlp is a {type(moe.switch_mlp).__name__}")
     routed, shared = moe.switch_mlp, moe.shared_expert
@@ -505,7 +556,7 @@ def _moe(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:
     if norm.eps != layer.input_layernorm.eps:
         raise RefusedError(f"norms of one layer have eps {layer.input_layernorm.eps} and {norm.eps}")
     E, I, _ = weights["route_swiglu.w_gate"].shape
-    return dims | {
+    return dims | _group("moe", group) | {
         "E": E,
         "I": I,
         "Is": weights["route_swiglu.ws_gate"].shape[0],
@@ -514,10 +565,30 @@ def _moe(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:
     }, weights
 
 
+def _sharded_block(mlp: nn.Module) -> tuple[nn.Module, Any]:
+    """An MLP as it is; or of exo's ShardedMoE what it wraps, and the group over which it sums that one's results."""
+    if type(mlp).__name__ == "ShardedMoE" and WRAPPED in mlp:
+        return mlp[WRAPPED], mlp.sharding_group
+    return mlp, None
+
+
+def _group(part: str, group: Any) -> dict[str, Any]:
+    return {} if group is None else {f"{part}_group": group}
+
+
+def _output(place: str, mixer: nn.Module, module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Dims and weights of a mixer's output projection, whose results mlx-lm sums after it or within it."""
+    array = _linear(place, module, summed=True)
+    group = getattr(mixer, "sharding_group", None)
+    if type(module) in SUMMED:
+        if group is not None:
+            raise RefusedError(f"{place} is summed over ranks twice, by itself and by its mixer")
+        group = module.group
+    return {"o_proj.w": array.quant} | _group("mixer", group), {"o_proj.w": array}
+
+
 def _gdn(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     m = layer.linear_attn
-    if getattr(m, "sharding_group", None) is not None:
-        raise RefusedError("the mixer is sharded over a group")
     weights: dict[str, Any]
     if type(m) is qwen3_5.GatedDeltaNet:
         node, split = (
@@ -543,8 +614,8 @@ def _gdn(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     Hv, Dv, Dk = m.A_log.shape[0], m.norm.weight.shape[0], m.head_k_dim
     Nv = Hv * Dv
     sizes = {"C": C, "Kc": Kc, "Hv": Hv, "Dv": Dv, "Dk": Dk, "Hk": (C - Nv) // (2 * Dk), "Nv": Nv, "Ka": Nv}
-    w_o = weights["o_proj.w"] = _linear("out_proj", m.out_proj)
-    return dims | sizes | {"o_proj.w": w_o.quant, "merged": node == "gdn_in_proj_merged"}, weights
+    out_dims, out_weights = _output("out_proj", m, m.out_proj)
+    return dims | sizes | out_dims | {"merged": node == "gdn_in_proj_merged"}, weights | out_weights
 
 
 def _gqa(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -563,8 +634,8 @@ def _gqa(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     D = m.q_norm.weight.shape[0]
     Hq, Hkv = weights["gqa_in_proj.w_q"].shape[0] // (2 * D), weights["gqa_in_proj.w_k"].shape[0] // D
     sizes = {"D": D, "Hq": Hq, "Hkv": Hkv, "R": m.rope.dims, "theta": float(m.rope.base), "Ka": Hq * D}
-    w_o = weights["o_proj.w"] = _linear("o_proj", m.o_proj)
-    return dims | sizes | {"o_proj.w": w_o.quant}, weights
+    out_dims, out_weights = _output("o_proj", m, m.o_proj)
+    return dims | sizes | out_dims, weights | out_weights
 
 
 def _fold(weights: Mapping[str, Any]) -> tuple[mx.array, mx.array]:

@@ -76,7 +76,7 @@ def refusal_lines(report: FusionReport) -> list[str]:
 
 
 def _chain_lines(report: FusionReport) -> list[str]:
-    calls = "; ".join(f"{count} {how}" for how, count in report.chain.items())
+    calls = "; ".join(f"{count} {how}" if count else how for how, count in report.chain.items())
     return [f"segments across layers: {calls}"] if calls else []
 
 

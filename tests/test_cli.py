@@ -132,7 +132,7 @@ def test_a_damaged_checkpoint_is_one_line(qfuse, checkpoint, tmp_path, kind, mes
         (("generate", "--mode", "3"), "Invalid value for '--mode': "),
         (("generate", "--moe", "moe_6"), "Invalid value for '--moe': "),
         (("generate", "--what"), "No such option '--what'"),
-        (("check", "frobnicate"), "[check] wants one of expert_down, "),
+        (("check", "frobnicate"), "[check] wants one of all_sum, expert_down, "),
         (("check", "--backend", "abacus"), "[backend] wants one of reference, "),
         (("check", "--backend", "reference", "--full"), "[backend] wants sim for full checks, got reference"),
         (("check", "--backend", "reference", "--until", "gdn_step"), "[backend] wants one that compiles kernels for"),

@@ -32,6 +32,14 @@ def test_the_page_on_mlx_lm_fuses_a_batch(checkpoint, capsys):
     assert "pqrstuvw" in said
 
 
+def test_a_sharded_model_is_fused_with_one_rank(checkpoint, capsys):
+    example = blocks("docs/distributed.md")[0].replace("path/to/qwen3.5-moe", str(checkpoint))
+    exec(compile(example, "docs/distributed.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert "4 of 4 layers fused" in said
+    assert "moe_5_on_1_ranks" in said.replace("\n", "")
+
+
 def test_readme_composes_a_layer():
     names = {}
     exec(compile(blocks("README.md")[1], "README.md", "exec"), names)

@@ -4,10 +4,12 @@ import copy
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import exo_like
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from conftest import inputs, make_model, rms
+from mlx.nn.layers.distributed import shard_linear
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3, qwen3_5
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, make_prompt_cache
@@ -208,8 +210,19 @@ def other_mode(model):
     model.layers[3].mlp.switch_mlp.down_proj.mode = "mxfp8"
 
 
-def sharded(model):
-    model.layers[3].mlp.sharding_group = object()
+def summed_twice(model):
+    model.layers[3].mlp.sharding_group = mx.distributed.init()
+    exo_like.tensor_moe(model.layers[3], mx.distributed.init())
+
+
+def mixer_summed_twice(model):
+    model.layers[3].self_attn.o_proj = shard_linear(model.layers[3].self_attn.o_proj, "sharded-to-all")
+    model.layers[3].self_attn.sharding_group = mx.distributed.init()
+
+
+def summed_within(model):
+    expert = model.layers[3].mlp.shared_expert
+    expert.down_proj = shard_linear(expert.down_proj, "sharded-to-all")
 
 
 def scaled_rope(model):
@@ -229,7 +242,9 @@ WITHOUT_MOE, WITHOUT_MIXER = "gqa_mixer_layer", "moe_only"  # what is left of a 
         (with_bias, "o_proj has a bias", WITHOUT_MIXER),
         (wrapped, "mlp is a Wrapper, not a sparse MoE block", WITHOUT_MOE),
         (other_mode, r"expert_down\.w_down is quantised as mxfp8; only affine is fused", WITHOUT_MOE),
-        (sharded, "the MoE is sharded over a group", WITHOUT_MOE),
+        (summed_twice, "the MoE is summed over ranks twice, by itself and by what wraps it", WITHOUT_MOE),
+        (mixer_summed_twice, "o_proj is summed over ranks twice, by itself and by its mixer", WITHOUT_MIXER),
+        (summed_within, r"expert_down\.ws_down is a QuantizedShardedToAllLinear, which sums over ranks", WITHOUT_MOE),
         (scaled_rope, "rope RoPE with scaling or another layout is not fused", WITHOUT_MIXER),
         (lying_group, r"gqa_in_proj\.w_v says 8-bit gs 32, but its arrays are", WITHOUT_MIXER),
     ],

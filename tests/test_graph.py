@@ -35,6 +35,34 @@ def test_nodes_in_order_and_declared_dispatches(graph, nodes, dispatches):
     assert graph.dispatches() == dispatches
 
 
+class Ranks:
+    def __init__(self, size):
+        self.size = lambda: size
+
+
+SUMMED = ["route_swiglu", "expert_down", "moe_sum", "moe_all_sum", "residual"]
+
+
+@pytest.mark.parametrize(
+    ("part", "moe", "groups", "name", "nodes"),
+    [
+        ("layer", "moe_4", ("mixer", "moe"), "gdn_layer_moe_5_on_2_ranks",
+         [*GDN, "o_proj", "mixer_all_sum", "norm_router", *SUMMED]),
+        ("layer", "moe_5", ("moe",), "gdn_layer_moe_5_on_2_ranks", [*GDN, "o_proj", "norm_router", *SUMMED]),
+        ("layer", "moe_4", ("mixer",), "gdn_layer_moe_5_on_2_ranks",
+         [*GDN, "o_proj", "mixer_all_sum", "norm_router", *EXPERTS]),
+        ("mixer", "moe_4", ("mixer", "moe"), "gdn_mixer_layer_on_2_ranks", [*GDN, "o_proj", "mixer_all_sum"]),
+        ("moe", "moe_4", ("mixer", "moe"), "moe_only_on_2_ranks", ["norm_router", *SUMMED]),
+    ],
+)  # fmt: skip
+def test_a_part_that_is_sharded_has_a_sum_over_its_ranks(part, moe, groups, name, nodes):
+    two = Ranks(2)
+    graph = graphs.layer("gdn", DIMS | {f"{each}_group": two for each in groups}, part=part, moe=moe)
+    assert graph.name == name
+    assert [node.name for node in graph.nodes()] == nodes
+    assert all(node.op.group is two for node in graph.nodes() if node.op.name == "all_sum")
+
+
 def test_moe_without_the_routing_prologue():
     nodes = ["post_norm", "router", "swiglu", "expert_down", "moe_combine"]
     assert [node.name for node in graphs.moe_swiglu_only(DIMS).nodes()] == nodes

@@ -49,6 +49,14 @@ def test_a_family_on_the_kernels(name, sim):
     assert rms(got - expected) < 2e-5 * rms(expected)
 
 
+def test_a_sharded_model_on_the_kernels(sim):
+    model = family(tiny.CONFIG, num_hidden_layers=2, full_attention_interval=2)
+    model.shard(mx.distributed.init())
+    expected = decoded(model, steps=1)
+    got = decoded(model, steps=1, backends="sim", strict=True, probe=False)
+    assert rms(got - expected) < 2e-5 * rms(expected)
+
+
 def test_a_dense_model_has_its_mixers_fused_and_its_mlps_left_alone():
     model = family(DENSE)
     with fuse(model, backends="reference", strict=True) as fusion:

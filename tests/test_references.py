@@ -154,7 +154,8 @@ def test_moe_graphs_are_upstreams_block_at_every_width(graph, bits, group):
 
 
 def test_what_is_declared_exact_is_upstreams_bit_for_bit():
-    assert {name for name, cls in REGISTRY.items() if cls.accuracy == "exact"} == {"rms_norm", "linear", "kv_update"}
+    exact = {name for name, cls in REGISTRY.items() if cls.accuracy == "exact"}
+    assert exact == {"rms_norm", "linear", "kv_update", "all_sum", "residual"}
     for dtype in ("f32", "bf16", "f16"):
         op, values = sample(REGISTRY["rms_norm"], "odd", dtype=dtype)
         norm = nn.RMSNorm(op.H, eps=op.eps)
@@ -165,6 +166,10 @@ def test_what_is_declared_exact_is_upstreams_bit_for_bit():
         layer = nn.QuantizedLinear(op.K, op.N, bias=False, group_size=w.quant.group, bits=w.quant.bits)
         layer.weight, layer.scales, layer.biases = w.weight, w.scales, w.biases
         assert mx.array_equal(op(**values), layer(values["x"]))
+        op, values = sample(REGISTRY["residual"], dtype=dtype)
+        assert mx.array_equal(op(**values), values["h"] + values["y"])
+        op, values = sample(REGISTRY["all_sum"], dtype=dtype)
+        assert mx.array_equal(op(**values), values["x"])  # one rank alone; several are in test_ranks
 
 
 def test_every_op_says_how_near_it_is_and_the_page_says_the_same():

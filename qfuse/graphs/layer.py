@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..op import Ref
-from ..ops import Linear
 from .gdn import gdn, gdn_mixer
 from .gqa import gqa, gqa_mixer
-from .graph import Dims, Graph, make
-from .moe import experts, moe_5, moe_only
+from .graph import Dims, Graph
+from .moe import experts, moe_5, moe_only, on_ranks, projected
 
 MIXERS = {"gdn": (gdn_mixer, gdn), "gqa": (gqa_mixer, gqa)}
 
@@ -19,19 +18,22 @@ def layer(kind: str, dims: Dims, *, masked: bool = False, moe: str = "moe_4", pa
 
     masked: take a mask, as the kind's mixer does. moe: ``moe_4``, or ``moe_5`` with the output projection a plain layer
     (one node more). part: ``layer``; ``mixer``, which ends with the output projection, x → r; or ``moe``, r, x → out.
+    dims["mixer_group"], dims["moe_group"]: the ranks that a part is sharded over, an mx.distributed.Group. A sum over
+    them comes between the output projection and the router, so that such a layer has moe_5's form whatever ``moe`` is.
     """
     if part == "moe":
         return moe_only(dims)
     mixer, joined = MIXERS[kind]
     if part == "mixer":
-        g = Graph(f"{kind}_mixer_layer")
+        g = Graph(f"{kind}_mixer_layer{on_ranks(dims, 'mixer')}")
         m = vars(g.include(mixer(dims, masked=masked), **g.inputs_of(mixer(dims, masked=masked))))
-        r = make(Linear, {**dims, "N": dims["H"], "K": dims["Ka"]}, "o_proj")(x=m.pop("a"), node="o_proj")
-        g.output(r=r, **m)
+        g.output(r=projected(dims, m.pop("a")), **m)
         return g
-    g = Graph(f"{kind}_layer" if moe == "moe_4" else f"{kind}_layer_{moe}")
+    ranks = on_ranks(dims, "mixer", "moe")
+    folded = moe == "moe_4" and not ranks
+    g = Graph(f"{kind}_layer" if folded else f"{kind}_layer_moe_5{ranks}")
     inputs = g.inputs_of(mixer(dims, masked=masked))
-    if moe == "moe_4":
+    if folded:
         m = vars(g.include(joined(dims, masked=masked), **inputs))
         seam = {name: m.pop(name) for name in ("h", "hw", "x2", "router_dot")}
         out = g.include(experts(dims), **seam).out

@@ -27,6 +27,9 @@ class MOECombine(Op):
     }
 
     def reference(self, d_routed, d_shared, scores, shared_gate_logit, h):
-        routed = (scores[..., None] * d_routed).sum(axis=1)
-        shared = mx.sigmoid(shared_gate_logit)[:, None] * d_shared
-        return (routed + shared + h.astype(mx.float32)).astype(h.dtype)
+        return (weighted(d_routed, d_shared, scores, shared_gate_logit) + h.astype(mx.float32)).astype(h.dtype)
+
+
+def weighted(d_routed, d_shared, scores, shared_gate_logit):
+    """What the experts give together, [B, H] f32."""
+    return (scores[..., None] * d_routed).sum(axis=1) + mx.sigmoid(shared_gate_logit)[:, None] * d_shared
