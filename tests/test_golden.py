@@ -3,6 +3,7 @@
 tests/golden/make.py made them; nothing here needs torch.
 """
 
+import attrs
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -11,6 +12,7 @@ from golden import checkpoint
 from mlx_lm.models.cache import make_prompt_cache
 
 from qfuse import fuse
+from qfuse.ops import GDNGatedNorm, GDNQKNorm, QKNormRope, RMSNorm, RouteSwiglu
 
 TOLERANCE = 1e-4  # of the largest logit, for the largest difference
 
@@ -65,3 +67,23 @@ def test_fused(model, golden, options, prompt):
         assert difference(run(model, prompt), golden) < TOLERANCE
         steps = checkpoint.PROMPT + checkpoint.STEPS - prompt
         assert all(layer.calls["fused"] >= steps for layer in fusion.report().layers)
+
+
+@pytest.mark.parametrize(
+    ("op", "wrong"),
+    [
+        (RMSNorm, {"eps": 1e-6}),
+        (GDNQKNorm, {"l2_eps": 64e-6}),  # as if it were added to the mean of the squares
+        (GDNGatedNorm, {"eps": 1e-6}),
+        (QKNormRope, {"eps": 1e-6}),
+        (QKNormRope, {"theta": 1.01e4}),
+        (RouteSwiglu, {"eps": 1e-6}),
+        (RouteSwiglu, {"norm_topk": False}),
+    ],
+    ids=str,
+)
+def test_a_wrong_constant_shows(model, golden, monkeypatch, op, wrong):
+    right = op.reference
+    monkeypatch.setattr(op, "reference", lambda self, *args, **kw: right(attrs.evolve(self, **wrong), *args, **kw))
+    with fuse(model, backends="reference", strict=True):
+        assert difference(run(model, 1), golden) > 2 * TOLERANCE
