@@ -1,0 +1,169 @@
+"""mlx-lm's own tests, of the installed version, with every model of the families that are fused run fused.
+
+    python -m tests.upstream.run [--from PATH] [TEST_FILE ...]
+
+The tests come from mlx-lm's source release at the installed version, by pip, or from a checkout or an archive of it.
+The checkpoint that they download is replaced by two: the package's trained model, and one of the same shape with
+attention alone, whose caches can be trimmed. A test that fails fused is run again on the same model by upstream alone;
+if it fails there too, it is not a matter of fusing. Exit status 1 if a test fails fused only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import attrs
+import click
+import mlx.core as mx
+from mlx_lm import utils
+
+from qfuse import load, models, tiny
+
+FILES = ("test_models", "test_gated_delta", "test_prompt_cache", "test_generate", "test_server")
+ROOT = Path(__file__).parents[2]
+# Plain turns; the trained model has none of its own.
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@attrs.frozen
+class Outcome:
+    """Results of one run by test id, ``passed``, ``failed`` or ``skipped``, with the first line of why."""
+
+    results: dict[str, tuple[str, str]]
+    calls: dict[str, int]
+
+    def named(self, result: str) -> list[str]:
+        return [name for name, (got, _) in self.results.items() if got == result]
+
+
+def tests_folder(source: Path | None, work: Path) -> Path:
+    """The folder of mlx-lm's tests. Raises click.UsageError on a source without them or of another version."""
+    version = metadata.version("mlx-lm")
+    if source is None:
+        wanted = ["--no-deps", "--no-binary", "mlx-lm", f"mlx-lm=={version}"]
+        if subprocess.run([sys.executable, "-m", "pip", "download", "-q", "-d", str(work), *wanted]).returncode:
+            raise click.UsageError(f"[from] wants mlx-lm {version} from pip or a PATH, got neither")
+        (source,) = work.glob("mlx_lm-*.tar.gz")
+    if source.is_file():
+        try:
+            shutil.unpack_archive(source, work / "source", **({"filter": "data"} if source.suffix != ".zip" else {}))
+        except (shutil.ReadError, ValueError) as error:
+            raise click.UsageError(f"[from] wants a folder or an archive, got {source}: {error}") from error
+        source = next((work / "source").iterdir())
+    stated = source / "mlx_lm" / "_version.py"
+    if not (source / "tests").is_dir() or not stated.is_file():
+        raise click.UsageError(f"[from] wants mlx-lm's source with its tests, got {source}")
+    found = stated.read_text("utf-8").split("__version__ = ")[1].strip().strip("'\"")
+    if found != version:
+        raise click.UsageError(f"[from] wants the source of mlx-lm {version}, which is installed, got {found}")
+    return source / "tests"
+
+
+def write_models(work: Path) -> dict[str, Path]:
+    """The two checkpoints that stand for the hub's, by what the table calls them."""
+    trained, attention = work / "trained", work / "attention"
+    shutil.copytree(load.DEFAULT, trained)
+    settings = json.loads((trained / "tokenizer_config.json").read_text("utf-8")) | {"chat_template": TEMPLATE}
+    (trained / "tokenizer_config.json").write_text(json.dumps(settings))
+    shutil.copytree(trained, attention, ignore=shutil.ignore_patterns("model*", "config.json"))
+    config = json.loads((trained / "config.json").read_text("utf-8"))
+    config = {name: value for name, value in config.items() if not name.startswith("quantization")}
+    text = config.get("text_config", config)
+    text |= {"full_attention_interval": 1, "num_hidden_layers": 2}
+    text.pop("layer_types", None)
+    model = models.new_model(config)
+    tiny.randomise(model, 0)
+    mx.eval(model.parameters())
+    utils.save_model(attention, model)
+    utils.save_config(config, attention / "config.json")
+    return {"gated delta net and attention, trained": trained, "attention alone, random": attention}
+
+
+def run(tests: Path, names: list[str], model: Path, work: Path, fused: bool, options: dict[str, Any]) -> Outcome:
+    """Run some files or test ids in a process of its own."""
+    xml, report = work / "results.xml", work / "report.json"
+    for left in (xml, report):
+        left.unlink(missing_ok=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "HF_HUB_OFFLINE": "1",
+        "QFUSE_UPSTREAM_MODEL": str(model),
+        "QFUSE_UPSTREAM_OPTIONS": json.dumps(options),
+    }
+    if fused:
+        environment["QFUSE_UPSTREAM_REPORT"] = str(report)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.upstream.plugin", "-p", "no:cacheprovider"]
+    command += ["--rootdir", str(tests), "-o", "faulthandler_timeout=300", f"--junitxml={xml}", *names]
+    done = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True)
+    if not xml.is_file():
+        raise click.ClickException(f"[pytest] wants to end by itself, got {done.returncode}:\n{done.stdout[-4000:]}")
+    results = {}
+    for case in ElementTree.parse(xml).iter("testcase"):
+        file, _, cls = case.attrib["classname"].rpartition(".")
+        name = f"{file or cls}.py::{cls + '::' if file else ''}{case.attrib['name']}"
+        why = next((e for e in case if e.tag in ("failure", "error", "skipped")), None)
+        result = "passed" if why is None else "skipped" if why.tag == "skipped" else "failed"
+        results[name] = result, "" if why is None else why.attrib.get("message", "").partition("\n")[0][:100]
+    return Outcome(results, json.loads(report.read_text("utf-8")) if fused else {})
+
+
+def compared(tests: Path, names: list[str], model: Path, work: Path, options: dict[str, Any]) -> int:
+    """Run fused, what fails again by upstream alone, and print both. How many tests failed fused only."""
+    fused = run(tests, names, model, work, True, options)
+    failed = fused.named("failed")
+    alone = run(tests, failed, model, work, False, {}) if failed else Outcome({}, {})
+    ours = [name for name in failed if name not in alone.named("failed")]
+    counts = {result: len(fused.named(result)) for result in ("passed", "skipped", "failed")}
+    print(", ".join(f"{n} {result}" for result, n in counts.items()), f"fused; {len(ours)} of them fused only")
+    for name in failed:
+        whose = "fused only" if name in ours else "upstream too"
+        print(f"  {whose}: {name}: {fused.results[name][1]}")
+    for name, n in sorted(fused.calls.items(), key=lambda item: -item[1]):
+        print(f"  {n:6} {name}")
+    if not fused.calls.get("fused"):
+        raise click.ClickException("[upstream] wants calls that ran fused, got none")
+    return len(ours)
+
+
+@click.command()
+@click.argument("files", nargs=-1)
+@click.option("--from", "source", type=click.Path(exists=True, path_type=Path), help="mlx-lm's source, or its archive.")
+@click.option("--options", default="{}", help="More arguments for fuse(), as JSON.")
+def main(files: tuple[str, ...], source: Path | None, options: str) -> None:
+    """Run FILES of mlx-lm's tests fused, by default those for models, caches, generation and the server."""
+    try:
+        more = {"backends": "reference"} | json.loads(options)
+    except (ValueError, TypeError) as error:
+        raise click.UsageError(f"[options] wants a JSON object, got {options}") from error
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        tests = tests_folder(source, work)
+        names = [name if name.endswith(".py") or "::" in name else f"{name}.py" for name in files or FILES]
+        if missing := [name for name in names if not (tests / name.partition("::")[0]).is_file()]:
+            raise click.UsageError(f"[files] wants files of mlx-lm's tests, got {', '.join(missing)}")
+        print(f"mlx-lm {metadata.version('mlx-lm')}, mlx {metadata.version('mlx')}: {', '.join(names)}")
+        failed = 0
+        for title, model in write_models(work).items():
+            print(f"{title}: ", end="", flush=True)
+            failed += compared(tests, names, model, work, more)
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    try:
+        main(standalone_mode=False)
+    except click.UsageError as error:
+        print(error.format_message(), file=sys.stderr)
+        sys.exit(2)
