@@ -245,7 +245,7 @@ def fuse(
     qfuse.chain; else a batch with a mask over its keys runs without.
 
     Each layer instance gets a subclass of its own class; other models, the parameters and ``isinstance`` are as before.
-    Fusing a fused model again with the same options returns its Fusion.
+    Fusing a fused model again with the same options returns its Fusion. A copy of a fused model is not fused.
 
     Raises RefusedError on a model of another type, and in strict mode on a layer or an op that is refused; ValueError
     on options that do not exist; RuntimeError on a backend that cannot run here.
@@ -335,7 +335,7 @@ def _subclass(cls: type) -> type:
         out = self._qfuse(self, x, mask, cache)
         return cls.__call__(self, x, mask=mask, cache=cache) if out is None else out
 
-    return type(f"Fused{cls.__name__}", (cls,), {"__call__": __call__, "__doc__": f"A {cls.__name__} run by qfuse."})
+    return _fused_class(cls, __call__)
 
 
 @cache
@@ -349,7 +349,19 @@ def _text_subclass(cls: type) -> type:
         more = () if input_embeddings is None else (input_embeddings,)  # Qwen3-Next's text model takes none
         return cls.__call__(self, inputs, cache, *more)
 
-    return type(f"Fused{cls.__name__}", (cls,), {"__call__": __call__, "__doc__": f"A {cls.__name__} run by qfuse."})
+    return _fused_class(cls, __call__)
+
+
+def _fused_class(cls: type, call: Callable[..., mx.array]) -> type:
+    """A subclass with this ``__call__``; what is copied or pickled from it is of the class itself."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
+        make, (_, *args), state, *rest = cast(Any, cls.__reduce_ex__(self, protocol))
+        # A plan holds the arrays of the layer it was built from, not those of a copy.
+        return make, (cls, *args), {name: value for name, value in state.items() if name != "_qfuse"}, *rest
+
+    doc = f"A {cls.__name__} run by qfuse."
+    return type(f"Fused{cls.__name__}", (cls,), {"__call__": call, "__reduce_ex__": __reduce_ex__, "__doc__": doc})
 
 
 def _kind(layer: nn.Module) -> str:
