@@ -356,7 +356,7 @@ def _fused_class(cls: type, call: Callable[..., mx.array]) -> type:
     """A subclass with this ``__call__``; what is copied or pickled from it is of the class itself."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:  # noqa: N807
-        make, (_, *args), state, *rest = cast(Any, cls.__reduce_ex__(self, protocol))
+        make, (_, *args), state, *rest = cast(Any, cls).__reduce_ex__(self, protocol)
         # A plan holds the arrays of the layer it was built from, not those of a copy.
         return make, (cls, *args), {name: value for name, value in state.items() if name != "_qfuse"}, *rest
 

@@ -1,6 +1,6 @@
 """Golden logits of transformers' Qwen3.5-MoE on torch, f32, for tests/test_golden.py.
 
-    pip install torch transformers && python -m tests.golden.make
+    pip install torch transformers && python tests/golden/make.py
 
 Nothing of transformers is changed: both formulas agree, each eps included. Writes tests/golden/transformers.npz: the
 logits of every token of the prompt and of each decode step, the versions, and a digest of the weights.
@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-
-from .checkpoint import GOLDEN, PROMPT, STEPS, TEXT, digest, tokens, weights, write
+from checkpoint import GOLDEN, PROMPT, STEPS, TEXT, digest, tokens, weights, write
 
 NEAR_TIE = 1e-4
 

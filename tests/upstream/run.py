@@ -1,6 +1,6 @@
 """mlx-lm's own tests, of the installed version, with every model of the families that are fused run fused.
 
-    python -m tests.upstream.run [--from PATH] [TEST_FILE ...]
+    python tests/upstream/run.py [--from PATH] [TEST_FILE ...]
 
 The tests come from mlx-lm's source release at the installed version, by pip, or from a checkout or an archive of it.
 The checkpoint that they download is replaced by two: the package's trained model, and one of the same shape with
@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +31,7 @@ from mlx_lm import utils
 from qfuse import load, models, tiny
 
 FILES = ("test_models", "test_gated_delta", "test_prompt_cache", "test_generate", "test_server")
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parents[1]
 # Plain turns; the trained model has none of its own.
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -59,10 +60,11 @@ def tests_folder(source: Path | None, work: Path) -> Path:
         (source,) = work.glob("mlx_lm-*.tar.gz")
     if source.is_file():
         try:
-            shutil.unpack_archive(source, work / "source", **({"filter": "data"} if source.suffix != ".zip" else {}))
-        except (shutil.ReadError, ValueError) as error:
-            raise click.UsageError(f"[from] wants a folder or an archive, got {source}: {error}") from error
-        source = next((work / "source").iterdir())
+            with tarfile.open(source) as archive:
+                archive.extractall(work / "source", filter="data")
+        except tarfile.TarError as error:
+            raise click.UsageError(f"[from] wants a folder or a tar archive, got {source}: {error}") from error
+        source = next((work / "source").iterdir(), work / "source")
     stated = source / "mlx_lm" / "_version.py"
     if not (source / "tests").is_dir() or not stated.is_file():
         raise click.UsageError(f"[from] wants mlx-lm's source with its tests, got {source}")
@@ -78,10 +80,9 @@ def write_models(work: Path) -> dict[str, Path]:
     shutil.copytree(load.DEFAULT, trained)
     settings = json.loads((trained / "tokenizer_config.json").read_text("utf-8")) | {"chat_template": TEMPLATE}
     (trained / "tokenizer_config.json").write_text(json.dumps(settings))
+    give_token_0_a_text(trained)
     shutil.copytree(trained, attention, ignore=shutil.ignore_patterns("model*", "config.json"))
-    # Some tests have the first few tokens generated and want them in the answer.
-    config = json.loads((trained / "config.json").read_text("utf-8")) | {"eos_token_id": 2047}
-    utils.save_config(config, trained / "config.json")
+    config = json.loads((trained / "config.json").read_text("utf-8"))
     config = {name: value for name, value in config.items() if not name.startswith("quantization")}
     text = config.get("text_config", config)
     text |= {"full_attention_interval": 1, "num_hidden_layers": 2}
@@ -94,20 +95,31 @@ def write_models(work: Path) -> dict[str, Path]:
     return {"gated delta net and attention, trained": trained, "attention alone, random": attention}
 
 
+def give_token_0_a_text(checkpoint: Path) -> None:
+    """Exchange the tokens "!" and end of text, as some tests want the answer "!!!!!" of token 0."""
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text("utf-8"))
+    vocab, (end,) = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
+    end["id"] = vocab[end["content"]] = vocab["!"]
+    vocab["!"] = 0
+    (checkpoint / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((checkpoint / "config.json").read_text("utf-8"))
+    utils.save_config(config | {"eos_token_id": end["id"]}, checkpoint / "config.json")
+
+
 def run(tests: Path, names: list[str], model: Path, work: Path, fused: bool, options: dict[str, Any]) -> Outcome:
     """Run some files or test ids in a process of its own."""
     xml, report = work / "results.xml", work / "report.json"
     for left in (xml, report):
         left.unlink(missing_ok=True)
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "HF_HUB_OFFLINE": "1",
         "QFUSE_UPSTREAM_MODEL": str(model),
         "QFUSE_UPSTREAM_OPTIONS": json.dumps(options),
     }
     if fused:
         environment["QFUSE_UPSTREAM_REPORT"] = str(report)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.upstream.plugin", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "upstream.plugin", "-p", "no:cacheprovider"]
     command += ["--rootdir", str(tests), "-o", "faulthandler_timeout=300", f"--junitxml={xml}", *names]
     done = subprocess.run(command, cwd=tests, env=environment, capture_output=True, text=True)
     if not xml.is_file():
