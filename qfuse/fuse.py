@@ -280,7 +280,7 @@ def fuse(
     qfuse.chain; else a batch with a mask over its keys runs without.
 
     Each layer instance gets a subclass of its own class; other models, the parameters and ``isinstance`` are as before.
-    Fusing a fused model again with the same options returns its Fusion.
+    Fusing a fused model again with the same options returns its Fusion. A copy of a fused model is not fused.
 
     Raises RefusedError on a model of another type, and in strict mode on a layer or an op that is refused; ValueError
     on options that do not exist; RuntimeError on a backend that cannot run here.

@@ -118,6 +118,11 @@ def write(folder: Path, seed: int = 0) -> None:
         for name in ("gate", "shared_expert_gate"):
             quantization[f"language_model.model.layers.{layer}.mlp.{name}"] = gate
     utils.save_config({**CONFIG, "quantization": quantization}, folder / "config.json")
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json."""
     tokenizer().save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "model_max_length": 1 << 20}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -58,6 +58,25 @@ def test_two_models_in_a_process_one_fused(model):
         assert mx.array_equal(logits(other), before)
 
 
+@pytest.mark.parametrize("segments", [False, True])
+def test_a_copy_of_a_fused_model_is_not_fused_and_stands_alone(segments):
+    model = make_model()
+    expected = logits(model, tokens=2)
+    with fuse(model, backends="reference", segments=segments) as fusion:
+        copied = copy.deepcopy(model)
+        assert type(copy.copy(model.layers[0])) is qwen3_5.DecoderLayer
+        assert not any(is_fused(layer) for layer in copied.layers)
+        assert [type(m) for m in copied.modules()] == [type(m) for m in make_model().modules()]
+        assert mx.array_equal(logits(copied, tokens=2), expected)
+        for layer in copied.layers:
+            layer.input_layernorm.weight = 2 * layer.input_layernorm.weight
+        calls = fusion.report().layers[0].calls
+        with fuse(copied, backends="reference", segments=segments):
+            assert not mx.allclose(logits(copied, tokens=2), expected)
+        assert fusion.report().layers[0].calls == calls
+        assert rms(logits(model, tokens=2) - expected) < 1e-5 * rms(expected)
+
+
 def test_a_context_manager_removes_even_after_an_error(model):
     with pytest.raises(ZeroDivisionError), fuse(model, backends="reference"):
         _ = 1 / 0
