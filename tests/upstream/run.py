@@ -28,6 +28,7 @@ import click
 import mlx.core as mx
 from mlx_lm import utils
 
+import qfuse
 from qfuse import load, models, tiny
 
 FILES = ("test_models", "test_gated_delta", "test_prompt_cache", "test_generate", "test_server")
@@ -111,8 +112,10 @@ def run(tests: Path, names: list[str], model: Path, work: Path, fused: bool, opt
     xml, report = work / "results.xml", work / "report.json"
     for left in (xml, report):
         left.unlink(missing_ok=True)
+    # The plugin's folder, and the qfuse that runs here, wherever the tests are.
+    path = [HERE, Path(qfuse.__file__).parents[1], *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
         "HF_HUB_OFFLINE": "1",
         "QFUSE_UPSTREAM_MODEL": str(model),
         "QFUSE_UPSTREAM_OPTIONS": json.dumps(options),
