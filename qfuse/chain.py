@@ -82,7 +82,6 @@ def _whole(layer: nn.Module) -> FusedLayer:
 
 
 def _joined(layers: Sequence[FusedLayer], dtype: mx.Dtype, kinds: Sequence[tuple[bool, bool]]) -> Plan:
-    plans = [fused.plan(dtype, *kind) for fused, kind in zip(layers, kinds, strict=True)]
-    graph = graphs.chain([plan.graph for plan in plans])
+    graph = graphs.chain([fused.graph(dtype, *kind) for fused, kind in zip(layers, kinds, strict=True)])
     weights = {f"{i}.{name}": x for i, fused in enumerate(layers) for name, x in fused.adapter.weights.items()}
     return layers[0].fusion.build(graph, weights, dtype, segments=True)

@@ -13,7 +13,7 @@ import numpy as np
 from . import backends
 from .backends.kernel import KernelBackend, Lowered
 from .op import Op, Schedule
-from .spec import DTYPES, QArray, Quant, Spec, SpecError, bind, interval
+from .spec import DTYPES, QArray, Quant, Spec, SpecError, bind, interval, parts
 
 Arguments = dict[str, Any]
 EIGHT = Quant(8, 64)
@@ -57,7 +57,7 @@ def sample(
                 raise SpecError(f"[{op.name}.{key}] wants a sample with all dims of ({dim}), got {name} with {given}")
         kind = dtypes.get(key) or dtypes.get(spec.dtype) or (spec.dtype if spec.dtype in DTYPES else dtypes[""])
         arguments[key] = _draw(op, key, spec, DTYPES[kind], env, random)
-    mx.eval(*[x.parts() if isinstance(x, QArray) else x for x in arguments.values()])
+    mx.eval([parts(x) for x in arguments.values()])
     return op, arguments
 
 

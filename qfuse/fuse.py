@@ -106,6 +106,10 @@ class FusedLayer:
         if self.fusion.strict and reason != PREFILL:
             raise RefusedError(f"[{self.adapter.kind} layer] wants a call it can fuse, got one refused: {reason}")
 
+    def graph(self, dtype: mx.Dtype, masked: bool = False, long: bool = False, part: str = "") -> Graph:
+        """What :meth:`plan` is built of."""
+        return self.adapter.graph(DTYPE_NAMES[dtype], masked=masked, moe=self.fusion.moe, part=part, long=long)
+
     def plan(self, dtype: mx.Dtype, masked: bool = False, long: bool = False, part: str = "") -> Plan:
         """The plan for activations of ``dtype``, built at its first use. Raises RefusedError in strict mode.
 
@@ -114,7 +118,7 @@ class FusedLayer:
         key = part or self.adapter.part, dtype, masked, long
         plan = self._plans.get(key)
         if plan is None:
-            graph = self.adapter.graph(DTYPE_NAMES[dtype], masked=masked, moe=self.fusion.moe, part=part, long=long)
+            graph = self.graph(dtype, masked, long, part)
             # A mask over the keys is another shape at every token, and MLX would compile anew each time.
             segments = self.fusion.segments and not (masked and self.adapter.kind == "gqa")
             plan = self._plans[key] = self.fusion.build(graph, self.adapter.weights, dtype, segments=segments)
@@ -163,6 +167,11 @@ class FusionReport:
     layers: tuple[LayerReport, ...]
     new_bytes: int
     chain: Mapping[str, int] = attrs.field(factory=dict)
+
+    @property
+    def headline(self) -> str:
+        """How many of the layers are fused, and in which mode."""
+        return f"{self.fused} of {len(self.layers)} layers fused, mode {self.mode}"
 
     @property
     def fused(self) -> int:

@@ -24,7 +24,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 from . import graphs
 from .graphs import Graph
 from .plan import Plan
-from .spec import QArray, Quant, SpecError
+from .spec import QArray, Quant, SpecError, parts
 
 MAX_ROWS = 8
 """Rows that a decode step may have; more go to upstream, whose batched kernels are made for them."""
@@ -35,8 +35,8 @@ MODEL_TYPES = ("qwen3_5_moe", "qwen3_5", "qwen3_next")
 LONG = 4096
 """Keys that a cache may have room for before attention over it is split otherwise."""
 
-LONG_DIMS = {"blocks": 128, "run": 16}
-"""Of sdpa_partial then: more blocks, and neighbouring keys in one."""
+LONG_DIMS = {"blocks": 128}
+"""Of sdpa_partial then: more blocks."""
 
 PREFILL = "prefill, S > 1"
 PREFILL_GDN = "prefill, S > 1, with gdn_step"
@@ -350,7 +350,7 @@ Place = tuple[nn.Module, str, Any]
 
 def places(layer: nn.Module, adapter: Adapter) -> list[Place]:
     """Where a layer holds what its adapter read, and its modules: owner, name, value."""
-    read = {id(part) for array in adapter.weights.values() for part in _parts(array)}
+    read = {id(part) for array in adapter.weights.values() for part in parts(array)}
     owners = layer.modules()
     return [(m, key, x) for m in owners for key, x in m.items() if isinstance(x, nn.Module) or id(x) in read]
 
@@ -365,7 +365,7 @@ def changed(layer: nn.Module, adapter: Adapter, places: Sequence[Place]) -> str 
         return f"{CHANGED}: {error}"
     if reasons := [reason for part, reason in now.left.items() if part not in adapter.left]:
         return f"{CHANGED}: {'; '.join(reasons)}"
-    held = [(_parts(array), _parts(adapter.weights[name])) for name, array in now.weights.items()]
+    held = [(parts(array), parts(adapter.weights[name])) for name, array in now.weights.items()]
     return None if all(a is b for new, old in held for a, b in zip(new, old, strict=True)) else CHANGED
 
 
@@ -397,7 +397,7 @@ def text_model(model: nn.Module) -> nn.Module:
     return getattr(model, "language_model", model).model
 
 
-def embedded(text: nn.Module, tokens: mx.array, embeddings: mx.array | None) -> mx.array:
+def embedded(text: nn.Module, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
     """What a text model's first layer takes, [B, S, H]."""
     return text.embed_tokens(tokens) if embeddings is None else embeddings
 
@@ -465,13 +465,13 @@ def form(layer: nn.Module) -> tuple[str, int, mx.Dtype]:
 
 def before_layers(model: nn.Module, tokens: mx.array) -> mx.array:
     """A model's embedding: tokens [B, 1] → [B, 1, H]."""
-    return getattr(model, "language_model", model).model.embed_tokens(tokens)
+    return embedded(text_model(model), tokens)
 
 
 def after_layers(model: nn.Module, h: mx.array) -> mx.array:
     """A model's final norm and output layer: h [B, 1, H] → logits [B, 1, V]."""
     text = getattr(model, "language_model", model)
-    h = text.model.norm(h)
+    h = normed(text.model, h)
     return text.model.embed_tokens.as_linear(h) if text.args.tie_word_embeddings else text.lm_head(h)
 
 
@@ -485,10 +485,6 @@ def _kind_of(model: nn.Module, layers: Sequence[nn.Module]) -> str:
     kind = getattr(model, "model_type", None) or type(model).__name__
     classes = sorted({f"{type(layer).__module__}.{type(layer).__name__}" for layer in layers})
     return f"{kind} with layers of {', '.join(classes)}" if kind in MODEL_TYPES and classes else kind
-
-
-def _parts(array: mx.array | QArray) -> tuple[Any, ...]:
-    return tuple(array.parts()) if isinstance(array, QArray) else (array,)
 
 
 def _linear(place: str, module: nn.Module, *, summed: bool = False) -> QArray:

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from . import backends
 from .graphs.graph import Graph, Node
-from .spec import QArray, SpecError, bind
+from .spec import QArray, SpecError, bind, parts
 
 # Primitives that launch nothing: they only describe a buffer in another way.
 # fmt: off
@@ -293,7 +293,7 @@ def build(
         name = "library" if node.op.library else backend.name
         steps.append(Step(node, name, backend.lower(node.op, bound), reads, writes, refusals))
     if segments:
-        mx.eval([array.parts() if isinstance(array, QArray) else array for array in weights.values()])
+        mx.eval([parts(array) for array in weights.values()])
     outputs = {out: slot_of[source] for out, source in graph.outputs().items()}
     return Plan(graph, steps, list(graph.inputs()), outputs, segments=segments)
 

@@ -37,9 +37,7 @@ def layers_table(report: FusionReport) -> Table:
     for layer in report.layers:
         key = (layer.kind, layer.graph, layer.reason, layer.dispatches, tuple(sorted(layer.backends.items())))
         groups.setdefault(key, []).append(layer)
-    table = Table(
-        title=f"{report.fused} of {len(report.layers)} layers fused, mode {report.mode}", title_justify="left"
-    )
+    table = Table(title=report.headline, title_justify="left")
     for name in ("layers", "kind", "graph", "nodes", "dispatches", "run by", "calls"):
         table.add_column(name, justify="right" if name in ("nodes", "dispatches") else "left")
     for layers in groups.values():

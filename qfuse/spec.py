@@ -225,6 +225,11 @@ def QWeight(dims: str) -> Any:  # noqa: N802
     return attrs.field(default=Quant(), metadata={"spec": spec}, validator=attrs.validators.instance_of(Quant))
 
 
+def parts(array: mx.array | QArray) -> list[mx.array]:
+    """The arrays of a QArray, or a plain array alone."""
+    return array.parts() if isinstance(array, QArray) else [array]
+
+
 def describe(value: Any) -> str:
     """``(1, 32, 128) bf16`` for an array or a QArray, the type's name for anything else."""
     if isinstance(value, QArray):

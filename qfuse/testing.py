@@ -19,7 +19,7 @@ from .backends.kernel import MAX_THREADS, SIMD, KernelBackend, Lowered
 from .compare import Arguments, Closeness, closeness, compare, oracle, reference, run, sample
 from .op import Op
 from .plan import Primitive, _primitive
-from .spec import DTYPES, QArray, SpecError
+from .spec import DTYPES, QArray, SpecError, parts
 
 __all__ = [
     "Arguments", "Closeness", "ErrorInput", "check_launch", "closeness", "compare", "error_inputs", "opcheck", "oracle",
@@ -150,7 +150,7 @@ def _each(x: Any, change: Callable[[mx.array], mx.array]) -> Any:
 
 
 def _copies(x: Any) -> list[np.ndarray[Any, Any]]:
-    return [_bits(part).copy() for part in (x.parts() if isinstance(x, QArray) else [x])]
+    return [_bits(part).copy() for part in parts(x)]
 
 
 def _bits(x: mx.array) -> np.ndarray[Any, Any]:

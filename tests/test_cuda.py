@@ -8,8 +8,9 @@ from test_ops import KERNELS, VARIANTS
 
 from qfuse import REGISTRY, backends
 from qfuse.backends.cuda import translate
-from qfuse.backends.kernel import KernelText, _dtype, _parts, render
+from qfuse.backends.kernel import KernelText, _dtype, render
 from qfuse.op import Schedule
+from qfuse.spec import parts
 from qfuse.testing import sample
 
 BOUNDS = "#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({})\n"
@@ -20,7 +21,7 @@ def text_of(name, shape="small", schedule=None, **kwargs):
     op, arguments = sample(REGISTRY[name], shape, **kwargs)
     present = frozenset(n for n in op.inputs() if n in arguments)
     env = op.bind(arguments)
-    inputs = [part for n in (op.inputs() | op.weights()) if n in arguments for part in _parts(arguments[n])]
+    inputs = [part for n in (op.inputs() | op.weights()) if n in arguments for part in parts(arguments[n])]
     outputs = [_dtype(spec, env) for spec in op.select("out").values()]
     return render(op, env, present, schedule or op.schedule("cuda")), inputs, outputs
 

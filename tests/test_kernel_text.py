@@ -35,7 +35,7 @@ BYTES = {
     "qk_norm_rope": 1294,
     "route_swiglu": 6199,
     "sdpa_combine_gate": 1054,
-    "sdpa_partial": 6005,
+    "sdpa_partial": 5787,
     "swiglu": 4166,
 }
 

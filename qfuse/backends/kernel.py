@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from .. import tune
 from ..op import Op, Schedule
-from ..spec import DTYPES, QArray, Quant, Spec, parse
+from ..spec import DTYPES, Quant, Spec, parse, parts
 from . import Weights
 
 METAL_TYPES = {"f32": "float", "bf16": "bfloat16_t", "f16": "half", "i32": "int", "u32": "uint", "bool": "bool"}
@@ -199,7 +199,7 @@ class Lowered:
         self.op = op
         self.weights = dict(weights)
         self.schedule = schedule
-        self._arrays = [part for array in weights.values() for part in _parts(array)]
+        self._arrays = [part for array in weights.values() for part in parts(array)]
         self._names = tuple(op.inputs())
         self._single = len(op.select("out")) == 1
         self._launches: dict[tuple[Any, ...], Launch] = {}
@@ -246,10 +246,6 @@ class Lowered:
         env = self.op.bind(values | self.weights)
         present = frozenset(name for name, value in values.items() if value is not None)
         return render(self.op, env, present, schedule, lines=self.backend.lines)
-
-
-def _parts(array: mx.array | QArray) -> list[mx.array]:
-    return array.parts() if isinstance(array, QArray) else [array]
 
 
 def _dtype(spec: Spec, env: Mapping[str, Any]) -> mx.Dtype:

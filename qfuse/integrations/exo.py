@@ -55,4 +55,4 @@ def maybe_apply_patches(model: nn.Module, model_path: str | Path) -> Fusion | No
 
 def _summary(report: FusionReport) -> str:
     reasons = sorted({layer.reason for layer in report.layers if layer.reason})
-    return "; ".join([f"{report.fused} of {len(report.layers)} layers fused, mode {report.mode}", *reasons])
+    return "; ".join([report.headline, *reasons])

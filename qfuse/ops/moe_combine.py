@@ -1,12 +1,13 @@
+import attrs
 import mlx.core as mx
 
 from ..op import Op, Schedule, op
 from ..spec import In, Out
 
 
-@op
-class MOECombine(Op):
-    """out = Σ scores·d_routed + sigmoid(shared_gate_logit)·d_shared + h."""
+@attrs.frozen(kw_only=True)
+class Experts:
+    """What moe_combine and moe_sum share."""
 
     H: int
     k: int
@@ -15,8 +16,6 @@ class MOECombine(Op):
     d_shared = In("B, H", "f32")
     scores = In("B, k", "f32", domain="(0, 1)")
     shared_gate_logit = In("B", "f32")
-    h = In("B, H")
-    out = Out("B, H")
 
     tiles = "(B * H + 32 * simdgroups - 1) // (32 * simdgroups)"
     schedules = {"metal": Schedule(simdgroups=8)}
@@ -25,6 +24,14 @@ class MOECombine(Op):
         "small": {"H": 64, "k": 2, "B": 2},
         "odd": {"H": 101, "k": 3, "B": 3},
     }
+
+
+@op
+class MOECombine(Experts, Op):
+    """out = Σ scores·d_routed + sigmoid(shared_gate_logit)·d_shared + h."""
+
+    h = In("B, H")
+    out = Out("B, H")
 
     def reference(self, d_routed, d_shared, scores, shared_gate_logit, h):
         return (weighted(d_routed, d_shared, scores, shared_gate_logit) + h.astype(mx.float32)).astype(h.dtype)

@@ -1,16 +1,10 @@
 #include "gemv_single.h"
-// The n-th key of a block.
-template <int BLOCKS, int RUN>
-inline int sdpa_key(int block, int n) {
-  return (n / RUN * BLOCKS + block) * RUN + n % RUN;
-}
-
-// V values of C pieces of each of a block's keys from the n-th on, as words; an odd value has one of its own. Past the
+// V values of C pieces of each of a block's keys from key n on, as words; an odd value has one of its own. Past the
 // last key, that one.
-template <int BLOCKS, int RUN, int V, int KEYS, int C, int N, typename X>
-inline void sdpa_load(thread uint (&w)[KEYS][C][N], const device X* cache, int block, int n, int last, int lane) {
+template <int BLOCKS, int V, int KEYS, int C, int N, typename X>
+inline void sdpa_load(thread uint (&w)[KEYS][C][N], const device X* cache, int n, int last, int lane) {
   for (int i = 0; i < KEYS; ++i) {
-    const long key = metal::max(metal::min(sdpa_key<BLOCKS, RUN>(block, n + i), last), 0);
+    const long key = metal::max(metal::min(n + i * BLOCKS, last), 0);
     for (int c = 0; c < C; ++c) {
       const auto x = cache + (key * C + c) * 32 * V + lane * V;
       if (V * sizeof(X) % 4 == 0) {

@@ -7,7 +7,7 @@ constexpr int G = Hq / Hkv, LEAST = (G + simdgroups - 1) / simdgroups, WANTED = 
 constexpr int HEADS = WANTED < G ? WANTED : G, GROUPS = (G + HEADS - 1) / HEADS, SHARES = simdgroups / GROUPS;
 constexpr int PER = D / 32, V = PER % 8 == 0 ? 8 : PER % 4 == 0 ? 4 : PER % 2 == 0 ? 2 : 1;
 constexpr int P = sdpa_power(2 * HEADS - 1), MOST = 32 / P, KEYS = sdpa_power(take / PER < MOST ? take / PER : MOST);
-constexpr int W = 32 / (KEYS * P), STEP = SHARES * KEYS, WORDS = (V * sizeof(T) + 3) / 4;
+constexpr int W = 32 / (KEYS * P), STEP = SHARES * KEYS * blocks, WORDS = (V * sizeof(T) + 3) / 4;
 threadgroup float joined[SHARES > 1 ? GROUPS * HEADS * (D + 2) : 1];
 const int lane = thread_index_in_simdgroup, share = simdgroup_index_in_threadgroup / GROUPS, A = k_cache_shape[2];
 const int first = simdgroup_index_in_threadgroup % GROUPS * HEADS;
@@ -24,10 +24,10 @@ for (int tile = threadgroup_position_in_grid.x; tile < B * Hkv * blocks; tile +=
     for (int c = 0; c < PER / V; ++c) gemv_load(q[h][c], q_rot, head * D, (32 * c + lane) * V);
   }
   uint k[KEYS][PER / V][WORDS], v[KEYS][PER / V][WORDS];
-  int n = share < SHARES ? share * KEYS : A;
-  sdpa_load<blocks, run, V>(k, keys, block, n, end - 1, lane);
-  sdpa_load<blocks, run, V>(v, values, block, n, end - 1, lane);
-  for (; sdpa_key<blocks, run>(block, n) < end; n += STEP) {
+  int n = share < SHARES ? block + share * KEYS * blocks : end;
+  sdpa_load<blocks, V>(k, keys, n, end - 1, lane);
+  sdpa_load<blocks, V>(v, values, n, end - 1, lane);
+  for (; n < end; n += STEP) {
     float s[KEYS * P] = {}, x[PER];
     for (int i = 0; i < KEYS; ++i) {
       sdpa_values<T, V>(x, k[i]);
@@ -35,8 +35,8 @@ for (int tile = threadgroup_position_in_grid.x; tile < B * Hkv * blocks; tile +=
         for (int d = 0; d < PER; ++d) s[i * P + h] += q[h][d / V][d % V] * x[d];
       }
     }
-    sdpa_load<blocks, run, V>(k, keys, block, n + STEP, end - 1, lane);
-    const int mine = sdpa_key<blocks, run>(block, n + lane / W / P);
+    sdpa_load<blocks, V>(k, keys, n + STEP, end - 1, lane);
+    const int mine = n + lane / W / P * blocks;
     bool live = mine < end;
 #if HAS_MASK
     live = live && mask[kv / Hkv * long(mask_shape[1]) + mine];
@@ -63,7 +63,7 @@ for (int tile = threadgroup_position_in_grid.x; tile < B * Hkv * blocks; tile +=
         for (int d = 0; d < PER; ++d) o[h][d] += w * x[d];
       }
     }
-    sdpa_load<blocks, run, V>(v, values, block, n + STEP, end - 1, lane);
+    sdpa_load<blocks, V>(v, values, n + STEP, end - 1, lane);
   }
   for (int i = 16; i >= W * P; i /= 2) sum += simd_shuffle_xor(sum, i);
   for (int from = 1; from < SHARES; ++from) {

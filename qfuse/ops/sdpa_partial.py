@@ -6,7 +6,7 @@ from ..spec import In, Out
 
 @op
 class SDPAPartial(Op):
-    """Softmax attention of one query per head over the first ``length`` keys, in blocks: `run` keys of each in turn.
+    """Softmax attention of one query per head over the first ``length`` keys, in blocks: key j is of block j % blocks.
 
     Per block, over its keys: max = max s, sum = Σ exp(s − max), o = Σ exp(s − max) · v, with s = D^-½ · q·k.
     A key outside length or with a false mask counts for nothing; a block with no key gives max = −inf, sum = 0, o = 0.
@@ -17,7 +17,6 @@ class SDPAPartial(Op):
     Hkv: int
     D: int
     blocks: int = 32
-    run: int = 1
 
     q_rot = In("B, Hq, D")
     k_cache = In("B, Hkv, A, D")
@@ -37,12 +36,12 @@ class SDPAPartial(Op):
     samples = {
         "production": {"Hq": 16, "Hkv": 2, "D": 256, "A": 1024, "N": 1024, "B": 1},
         "small": {"Hq": 4, "Hkv": 2, "D": 64, "A": 256, "N": 200, "B": 2},
-        "odd": {"Hq": 3, "Hkv": 1, "D": 96, "A": 37, "N": 37, "B": 3, "blocks": 5, "run": 3},
+        "odd": {"Hq": 3, "Hkv": 1, "D": 96, "A": 37, "N": 37, "B": 3, "blocks": 5},
     }
 
     def reference(self, q_rot, k_cache, v_cache, length, mask):
         B, _, A, D = k_cache.shape
-        rounds = -(-A // (self.blocks * self.run))
+        strides = -(-A // self.blocks)
         q = q_rot.reshape(B, self.Hkv, self.Hq // self.Hkv, D).astype(mx.float32)
         scores = D**-0.5 * (q @ k_cache.astype(mx.float32).swapaxes(-1, -2))
         live = (mx.arange(A) < length)[None]
@@ -50,11 +49,11 @@ class SDPAPartial(Op):
             live = live & mx.pad(mask[:, :A], [(0, 0), (0, max(0, A - mask.shape[1]))])
         scores = mx.where(live[:, None, None], scores, -mx.inf)
 
-        tail = rounds * self.blocks * self.run - A
+        tail = strides * self.blocks - A
         scores = mx.pad(scores, [(0, 0)] * 3 + [(0, tail)], constant_values=-mx.inf)
-        scores = scores.reshape(*scores.shape[:3], rounds, self.blocks, self.run).swapaxes(-2, -3).flatten(-2)
+        scores = scores.reshape(*scores.shape[:3], strides, self.blocks).swapaxes(-1, -2)
         values = mx.pad(v_cache.astype(mx.float32), [(0, 0), (0, 0), (0, tail), (0, 0)])
-        values = values.reshape(B, self.Hkv, rounds, self.blocks, self.run, D).swapaxes(2, 3).flatten(3, 4)
+        values = values.reshape(B, self.Hkv, strides, self.blocks, D).transpose(0, 1, 3, 2, 4)
 
         top = scores.max(axis=-1)
         weights = mx.exp(scores - mx.where(top == -mx.inf, 0.0, top)[..., None])
