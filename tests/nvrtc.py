@@ -13,7 +13,7 @@ import attrs
 import mlx.core as mx
 import pytest
 
-from qfuse.backends.cuda import translate
+from qfuse.backends.cuda import given, translate
 from qfuse.backends.kernel import KernelText
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: pip install '.[nvrtc]'")
@@ -49,9 +49,9 @@ class Resources:
     shared: int
 
 
-def function(text: KernelText, inputs: list[mx.array], outputs: list[mx.Dtype]) -> str:
-    """Header and kernel as MLX writes them, without the includes at the start."""
-    header, source = translate(text)
+def function(text: KernelText, inputs: list[mx.array], outputs: list[mx.Dtype], *, inline: bool = True) -> str:
+    """Header and kernel as MLX writes them, without the includes at the start. inline: with the text in them."""
+    header, source = translate(text) if inline else given(text)
     parameters = []
     for name, x in zip(text.inputs, inputs, strict=True):
         parameters.append(f"const {TYPES[x.dtype]}* {name}")

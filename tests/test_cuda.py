@@ -65,10 +65,12 @@ def nvrtc():
     return nvrtc
 
 
-def test_one_program_compiles_as_mlx_makes_it(nvrtc):
-    text, inputs, outputs = text_of("route_swiglu")
-    found = nvrtc.compile_program(nvrtc.START + nvrtc.function(text, inputs, outputs), "sm_90a")
-    assert list(found) == [text.name]
+@pytest.mark.parametrize("name", ["route_swiglu", "sdpa_partial"])
+def test_one_program_compiles_as_mlx_makes_it(nvrtc, name):
+    text, inputs, outputs = text_of(name)
+    function = nvrtc.function(text, inputs, outputs, inline=False)
+    assert len(function) < 1000
+    assert list(nvrtc.compile_program(nvrtc.START + function, "sm_90a")) == [text.name]
 
 
 def test_what_metal_refuses_or_cuda_lacks_is_an_error_of_the_compiler(nvrtc):

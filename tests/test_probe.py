@@ -208,7 +208,11 @@ def test_a_metal_text_with_a_fault_in_it_is_found_and_the_right_ones_are_not(bac
         assert mx.get_cache_memory() < 1e6
 
 
-def test_the_default_backend_is_metal_where_there_is_a_device(monkeypatch):
-    for reason, chosen in ((None, ("metal",)), ("no device", ("reference",))):
-        monkeypatch.setattr(backends.BACKENDS["metal"], "unavailable", lambda reason=reason: reason)
-        assert backends.default() == chosen
+@pytest.mark.parametrize(
+    ("there", "chosen"), [({"metal"}, "metal"), ({"cuda"}, "cuda"), ({"metal", "cuda"}, "metal"), ((), "reference")]
+)
+def test_the_default_backend_is_that_of_the_device(monkeypatch, there, chosen):
+    for name in ("metal", "cuda"):
+        reason = None if name in there else "no device"
+        monkeypatch.setattr(backends.BACKENDS[name], "unavailable", lambda reason=reason: reason)
+    assert backends.default() == (chosen,)

@@ -73,9 +73,9 @@ def get(name: str | Backend, *, full: bool = False) -> Backend:
 
 
 def default() -> tuple[str, ...]:
-    """The backends that fuse() tries when none are named: metal where there is a device, otherwise the reference.
+    """The backends that fuse() tries when none are named: metal or cuda where there is a device, else the reference.
 
     No Metal device has run the texts yet. That they are chosen is safe because fuse() probes each distinct op against
     its reference when a model is loaded, and one that fails is left to the reference.
     """
-    return ("metal",) if BACKENDS["metal"].unavailable() is None else ("reference",)
+    return next(((name,) for name in ("metal", "cuda") if BACKENDS[name].unavailable() is None), ("reference",))

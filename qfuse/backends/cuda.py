@@ -1,7 +1,7 @@
 """The cuda backend: the same Metal text, through mx.fast.cuda_kernel behind a shim that defines Metal's words.
 
-One thread block a threadgroup, one warp a simdgroup. MLX hashes a kernel's whole text at every launch, so a text gets
-only the words that it uses. NVRTC compiles it at a kernel's first launch in each process, in about a second.
+One thread block a threadgroup, one warp a simdgroup. NVRTC compiles a text at a kernel's first launch in each process, in
+about a second. MLX hashes what it is given at every launch, so that is a line which includes the text from a file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import mlx.core as mx
@@ -41,7 +42,7 @@ class CudaBackend(KernelBackend):
         return None if mx.cuda.is_available() else "MLX has no CUDA device on this machine"
 
     def compile(self, text: KernelText) -> Callable[..., Any]:
-        header, source = translate(text)
+        header, source = given(text)
         kernel = mx.fast.cuda_kernel(
             name=text.name,
             input_names=list(text.inputs),
@@ -50,6 +51,28 @@ class CudaBackend(KernelBackend):
             header=header,
         )
         return cast(Callable[..., Any], kernel)
+
+
+def given(text: KernelText) -> tuple[str, str]:
+    """Header and source for MLX: each includes a file that holds what translate() gives.
+
+    MLX looks for the names of shapes in the source itself, so those that the text has stand in a comment.
+    """
+    header, source = translate(text)
+    shapes = [f"{name}_shape" for name in text.inputs if f"{name}_shape" in source]
+    return _included(f"{text.name}.h", header), f"// {' '.join(shapes)}{_included(f'{text.name}.cu', source)}"
+
+
+def _included(name: str, text: str) -> str:
+    file = Path(_folder().name, name)
+    file.write_text(text, "ascii")
+    return f'\n#include "{file}"\n'
+
+
+@cache
+def _folder() -> TemporaryDirectory[str]:
+    """A folder of this process's own; it goes when the process ends."""
+    return TemporaryDirectory(prefix="qfuse-")
 
 
 def translate(text: KernelText) -> tuple[str, str]:
