@@ -12,6 +12,7 @@ import attrs
 import mlx.core as mx
 
 from . import backends
+from .backends.kernel import Lowered
 from .graphs.graph import Graph, Node
 from .spec import QArray, SpecError, bind, parts
 
@@ -95,9 +96,8 @@ class Plan:
         size = 1 + max([len(inputs), *(slot for step in steps for slot in step.writes)])
         self._spare = [None] * (size - len(inputs))
         self._runs = _runs(self.steps) if segments else [[step] for step in self.steps]
-        calls = [(step.call, step.reads, step.writes) for step in steps]
-        if segments:
-            calls = _segments(self._runs, {*self._output_slots})
+        hot = _packed(self._runs if segments else [self.steps], {*self._output_slots})
+        calls = _segments(hot, {*self._output_slots}) if segments else [_call(step) for step in hot[0]]
         self._hot = tuple((call, reads, writes if len(writes) > 1 else writes[0]) for call, reads, writes in calls)
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
@@ -209,12 +209,40 @@ def _runs(steps: Sequence[Step]) -> list[list[Step]]:
     return runs
 
 
+def _call(step: Step) -> Call:
+    return step.call, step.reads, step.writes
+
+
+def _packed(runs: Sequence[Sequence[Step]], outputs: set[int]) -> list[list[Step]]:
+    """The steps with those outputs of a kernel packed into one array that only kernels of the same run read."""
+    readers: dict[int, list[tuple[int, Step, str]]] = {}
+    for number, run in enumerate(runs):
+        for step in run:
+            for arg, slot in zip(step.node.op.inputs(), step.reads, strict=True):
+                readers.setdefault(slot, []).append((number, step, arg))
+
+    def within(number: int, slot: int) -> bool:
+        return slot not in outputs and all(
+            at == number and isinstance(step.call, Lowered) and step.call.takes_part(arg)
+            for at, step, arg in readers.get(slot, ())
+        )
+
+    def packed(number: int, step: Step) -> Step:
+        outs = zip(step.node.op.select("out"), step.writes, strict=True)
+        names = [out for out, slot in outs if within(number, slot)]
+        if not isinstance(step.call, Lowered) or len(names) < 2:
+            return step
+        return attrs.evolve(step, call=step.call.packing(names))
+
+    return [[packed(number, step) for step in run] for number, run in enumerate(runs)]
+
+
 def _segments(runs: Sequence[Sequence[Step]], outputs: set[int]) -> list[Call]:
     """Each run as one call, that of steps without a handle one that MLX compiles at its first use in a thread."""
     calls: list[Call] = []
     for number, run in enumerate(runs):
         if run[0].node.op.select("handle"):
-            calls.append((run[0].call, run[0].reads, run[0].writes))
+            calls.append(_call(run[0]))
             continue
         later = outputs.union(*(step.reads for after in runs[number + 1 :] for step in after))
         calls.append(_compiled(run, later))

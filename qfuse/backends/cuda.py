@@ -1,7 +1,7 @@
 """The cuda backend: the same Metal text, through mx.fast.cuda_kernel behind a shim that defines Metal's words.
 
-One thread block a threadgroup, one warp a simdgroup. NVRTC compiles a text at a kernel's first launch in each process, in
-about a second. MLX hashes what it is given at every launch, so that is a line which includes the text from a file.
+One thread block a threadgroup, one warp a simdgroup. NVRTC compiles a text at a kernel's first launch in each process,
+in about a second. MLX hashes what it is given at every launch, so that is a line which includes the text from a file.
 """
 
 from __future__ import annotations

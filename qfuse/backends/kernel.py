@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import mlx.core as mx
 
 from .. import tune
 from ..op import Op, Schedule
-from ..spec import DTYPES, Quant, Spec, parse, parts
+from ..spec import DTYPE_NAMES, DTYPES, Quant, Spec, parse, parts
 from . import Weights
 
 METAL_TYPES = {"f32": "float", "bf16": "bfloat16_t", "f16": "half", "i32": "int", "u32": "uint", "bool": "bool"}
@@ -28,6 +28,32 @@ SHARED = Path(__file__).parent.parent / "ops"
 SIMD = 32
 MAX_THREADS = 512
 MAX_LAUNCHES = 256
+
+
+WORD, ALIGNED = 4, 4
+"""Bytes of a word, and the words that a part of an array starts at a multiple of: 16 bytes, the widest load."""
+
+
+PartOf = tuple[int, tuple[int, ...], mx.Dtype]
+"""Offset in words, shape and dtype of a tensor within an array of words."""
+
+
+class Part(NamedTuple):
+    """A tensor within an array of words, uint32 [n], that one launch wrote. offset: in words."""
+
+    array: mx.array
+    offset: int
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+
+@attrs.frozen
+class Place:
+    """Where a text finds a tensor that is a part of an array. array: its name in the text. offset: in words."""
+
+    array: str
+    offset: int
+    dtype: mx.Dtype
 
 
 @attrs.frozen
@@ -47,34 +73,51 @@ class KernelText:
 
 @attrs.frozen
 class Launch:
-    """One prepared launch: everything but the arrays."""
+    """One prepared launch: everything but the arrays.
+
+    parts: for each output of the op, offset, shape and dtype within the last array written, or None if it is its own.
+    """
 
     kernel: Callable[..., Any]
     grid: tuple[int, int, int]
     threadgroup: tuple[int, int, int]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[mx.Dtype, ...]
+    parts: tuple[PartOf | None, ...] = ()
 
 
 def render(
-    op: Op, env: Mapping[str, Any], present: frozenset[str], schedule: Schedule, *, lines: bool = False
+    op: Op,
+    env: Mapping[str, Any],
+    present: frozenset[str],
+    schedule: Schedule,
+    *,
+    lines: bool = False,
+    places: Mapping[str, Place] = {},
 ) -> KernelText:
     """The text of ``op`` for the dims and dtype tokens in ``env``.
 
     present: optional inputs that are given; others become ``#define HAS_NAME 0``.
     lines: keep line numbers, with ``#line`` directives naming the files.
+    places: inputs and outputs that are parts of arrays; those arrays come after the inputs, and after the outputs.
     """
     path = op.source()
     header, body = _load(path, lines)
-    inputs: list[str] = []
-    for name, spec in (op.inputs() | op.weights()).items():
-        if not spec.optional or name in present:
-            inputs += [name, f"{name}_scales", f"{name}_biases"] if spec.kind == "qweight" else [name]
+    outputs = [name for name in op.select("out") if name not in places]
+    outputs += dict.fromkeys(places[name].array for name in op.select("out") if name in places)
+    given = [name for name, spec in op.inputs().items() if not spec.optional or name in present]
+    inputs = [name for name in given if name not in places]
+    inputs += dict.fromkeys(places[name].array for name in given if name in places)
+    for name, spec in op.weights().items():
+        inputs += [name, f"{name}_scales", f"{name}_biases"] if spec.kind == "qweight" else [name]
     prelude = _prelude(op, env, present, whole_words(op, schedule), body)
+    for name, place in places.items():
+        kind = f"{'' if name in op.select('out') else 'const '}device {METAL_TYPES[DTYPE_NAMES[place.dtype]]}*"
+        prelude.append(f"{kind} {name}=reinterpret_cast<{kind}>({place.array}+{place.offset});")
     source = "\n".join([*prelude, f'#line 1 "{path.name}"', body] if lines else [*prelude, body]) + "\n"
     threads = SIMD * schedule.simdgroups
     digest = sha256(f"{header}{source}{threads}".encode()).hexdigest()[:8]
-    return KernelText(f"{op.name}_{digest}", header, source, tuple(inputs), tuple(op.select("out")), threads)
+    return KernelText(f"{op.name}_{digest}", header, source, tuple(inputs), tuple(outputs), threads)
 
 
 def whole_words(op: Op, schedule: Schedule) -> Schedule:
@@ -191,61 +234,135 @@ class KernelBackend:
 class Lowered:
     """One node on one backend: prepares a launch for each set of input shapes it meets, then only launches.
 
-    schedule: by default the one tuned for those shapes on this device, or else the op's own for the backend.
+    An input may be a Part of what another launch wrote. schedule: by default the one tuned for those shapes on this
+    device, or else the op's own for the backend. packed: outputs to give as parts of one array.
     """
 
-    def __init__(self, backend: KernelBackend, op: Op, weights: Weights, schedule: Schedule | None = None) -> None:
+    def __init__(
+        self,
+        backend: KernelBackend,
+        op: Op,
+        weights: Weights,
+        schedule: Schedule | None = None,
+        packed: Iterable[str] = (),
+    ) -> None:
         self.backend = backend
         self.op = op
         self.weights = dict(weights)
         self.schedule = schedule
+        self.packed = frozenset(packed)
         self._arrays = [part for array in weights.values() for part in parts(array)]
         self._names = tuple(op.inputs())
         self._single = len(op.select("out")) == 1
         self._launches: dict[tuple[Any, ...], Launch] = {}
 
-    def __call__(self, *inputs: mx.array | None) -> Any:
-        arrays = [x for x in inputs if x is not None]
-        key = tuple([None if x is None else (x.shape, x.dtype) for x in inputs])
+    def packing(self, outputs: Iterable[str]) -> Lowered:
+        """The same node, giving these outputs as parts of one array: MLX spends microseconds on each array."""
+        return Lowered(self.backend, self.op, self.weights, self.schedule, outputs)
+
+    def takes_part(self, name: str) -> bool:
+        """Whether an input may be a part of an array, whose shape a text cannot ask for."""
+        return f"{name}_shape" not in _load(self.op.source(), False)[1]
+
+    def __call__(self, *inputs: mx.array | Part | None) -> Any:
+        arrays, packs = _split(inputs)
+        key = tuple([None if x is None else _form(x, packs) for x in inputs])
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = self.prepare(*inputs)
             if len(self._launches) > MAX_LAUNCHES:  # a length that grows with every token would fill it
                 self._launches.pop(next(iter(self._launches)))
         out = launch.kernel(
-            inputs=arrays + self._arrays,
+            inputs=arrays + packs + self._arrays,
             grid=launch.grid,
             threadgroup=launch.threadgroup,
             output_shapes=launch.shapes,
             output_dtypes=launch.dtypes,
         )
+        if self.packed:
+            own = iter(out)
+            return tuple([next(own) if part is None else Part(out[-1], *part) for part in launch.parts])
         return out[0] if self._single else out
 
-    def prepare(self, *inputs: mx.array | None) -> Launch:
+    def prepare(self, *inputs: mx.array | Part | None) -> Launch:
         """Check the arguments, render and compile for their shapes. Raises SpecError on arguments that do not fit."""
-        env = self.op.bind(dict(zip(self._names, inputs, strict=True)) | self.weights)
+        whole = [mx.zeros(x.shape, x.dtype) if isinstance(x, Part) else x for x in inputs]
+        env = self.op.bind(dict(zip(self._names, whole, strict=True)) | self.weights)
         schedule = self.schedule or self.op.schedule(self.backend.name)
-        text = self.text(schedule, *inputs)
-        if self.schedule is None and (tuned := tune.best(self.backend.name, text.name)):
-            schedule, text = tuned, self.text(tuned, *inputs)
+        if self.schedule is None and (tuned := tune.best(self.backend.name, self.text(schedule, *whole).name)):
+            schedule = tuned
         tiles = max(1, parse(self.op.tiles).value({**env, **attrs.asdict(schedule)}))
         groups = min(tiles, schedule.cap) if schedule.cap else tiles
         threads = SIMD * schedule.simdgroups
-        outs = self.op.select("out").values()
+        shapes: list[tuple[int, ...]] = []
+        dtypes: list[mx.Dtype] = []
+        placed: list[PartOf | None] = []
+        size = 0
+        for name, spec in self.op.select("out").items():
+            shape, dtype = tuple(dim.value(env) for dim in spec.dims), _dtype(spec, env)
+            if name in self.packed:
+                placed.append((size, shape, dtype))
+                size += -(-math.prod(shape) * dtype.size // (WORD * ALIGNED)) * ALIGNED
+            else:
+                placed.append(None)
+                shapes.append(shape)
+                dtypes.append(dtype)
+        if self.packed:
+            shapes.append((size,))
+            dtypes.append(mx.uint32)
+        places = dict(zip(self.op.select("out"), placed, strict=True))
         return Launch(
-            self.backend.kernel(text),
+            self.backend.kernel(self._text(schedule, inputs, whole, places)),
             (groups * threads, 1, 1),
             (threads, 1, 1),
-            tuple(tuple(dim.value(env) for dim in spec.dims) for spec in outs),
-            tuple(_dtype(spec, env) for spec in outs),
+            tuple(shapes),
+            tuple(dtypes),
+            tuple(placed),
         )
 
     def text(self, schedule: Schedule, *inputs: mx.array | None) -> KernelText:
-        """The text for the inputs' shapes under a schedule."""
-        values = dict(zip(self._names, inputs, strict=True))
+        """The text for the inputs' shapes under a schedule, every tensor an array of its own."""
+        return self._text(schedule, inputs, inputs, {})
+
+    def _text(
+        self,
+        schedule: Schedule,
+        inputs: Sequence[mx.array | Part | None],
+        whole: Sequence[mx.array | None],
+        outputs: Mapping[str, PartOf | None],
+    ) -> KernelText:
+        values = dict(zip(self._names, whole, strict=True))
         env = self.op.bind(values | self.weights)
         present = frozenset(name for name, value in values.items() if value is not None)
-        return render(self.op, env, present, schedule, lines=self.backend.lines)
+        _, packs = _split(inputs)
+        places = {
+            name: Place(f"pack{_number(x, packs)}", x.offset, x.dtype)
+            for name, x in zip(self._names, inputs, strict=True)
+            if isinstance(x, Part)
+        }
+        places |= {name: Place("packed", part[0], part[2]) for name, part in outputs.items() if part}
+        return render(self.op, env, present, schedule, lines=self.backend.lines, places=places)
+
+
+def _split(inputs: Iterable[mx.array | Part | None]) -> tuple[list[mx.array], list[mx.array]]:
+    """Inputs that are arrays of their own, and the arrays that the others are parts of, each once."""
+    arrays: list[mx.array] = []
+    packs: list[mx.array] = []
+    for x in inputs:
+        if isinstance(x, Part):
+            if not any(x.array is pack for pack in packs):
+                packs.append(x.array)
+        elif x is not None:
+            arrays.append(x)
+    return arrays, packs
+
+
+def _number(part: Part, packs: Sequence[mx.array]) -> int:
+    return next(i for i, pack in enumerate(packs) if pack is part.array)
+
+
+def _form(x: mx.array | Part, packs: Sequence[mx.array]) -> tuple[Any, ...]:
+    return (*x[1:], _number(x, packs)) if isinstance(x, Part) else (x.shape, x.dtype)
 
 
 def _dtype(spec: Spec, env: Mapping[str, Any]) -> mx.Dtype:
