@@ -215,17 +215,15 @@ def _call(step: Step) -> Call:
 
 def _packed(runs: Sequence[Sequence[Step]], outputs: set[int]) -> list[list[Step]]:
     """The steps with those outputs of a kernel packed into one array that only kernels of the same run read."""
-    readers: dict[int, list[tuple[int, Step, str]]] = {}
+    readers: dict[int, list[tuple[int, Step]]] = {}
     for number, run in enumerate(runs):
         for step in run:
-            for arg, slot in zip(step.node.op.inputs(), step.reads, strict=True):
-                readers.setdefault(slot, []).append((number, step, arg))
+            for slot in step.reads:
+                readers.setdefault(slot, []).append((number, step))
 
     def within(number: int, slot: int) -> bool:
-        return slot not in outputs and all(
-            at == number and isinstance(step.call, Lowered) and step.call.takes_part(arg)
-            for at, step, arg in readers.get(slot, ())
-        )
+        read = readers.get(slot, ())
+        return slot not in outputs and all(at == number and isinstance(step.call, Lowered) for at, step in read)
 
     def packed(number: int, step: Step) -> Step:
         outs = zip(step.node.op.select("out"), step.writes, strict=True)

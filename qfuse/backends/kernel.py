@@ -53,6 +53,7 @@ class Place:
 
     array: str
     offset: int
+    shape: tuple[int, ...]
     dtype: mx.Dtype
 
 
@@ -114,6 +115,8 @@ def render(
     for name, place in places.items():
         kind = f"{'' if name in op.select('out') else 'const '}device {METAL_TYPES[DTYPE_NAMES[place.dtype]]}*"
         prelude.append(f"{kind} {name}=reinterpret_cast<{kind}>({place.array}+{place.offset});")
+        if f"{name}_shape" in body:
+            prelude.append(f"constexpr int {name}_shape[]={{{','.join(map(str, place.shape))}}};")
     source = "\n".join([*prelude, f'#line 1 "{path.name}"', body] if lines else [*prelude, body]) + "\n"
     threads = SIMD * schedule.simdgroups
     digest = sha256(f"{header}{source}{threads}".encode()).hexdigest()[:8]
@@ -260,10 +263,6 @@ class Lowered:
         """The same node, giving these outputs as parts of one array: MLX spends microseconds on each array."""
         return Lowered(self.backend, self.op, self.weights, self.schedule, outputs)
 
-    def takes_part(self, name: str) -> bool:
-        """Whether an input may be a part of an array, whose shape a text cannot ask for."""
-        return f"{name}_shape" not in _load(self.op.source(), False)[1]
-
     def __call__(self, *inputs: mx.array | Part | None) -> Any:
         arrays, packs = _split(inputs)
         key = tuple([None if x is None else _form(x, packs) for x in inputs])
@@ -336,11 +335,11 @@ class Lowered:
         present = frozenset(name for name, value in values.items() if value is not None)
         _, packs = _split(inputs)
         places = {
-            name: Place(f"pack{_number(x, packs)}", x.offset, x.dtype)
+            name: Place(f"pack{_number(x, packs)}", *x[1:])
             for name, x in zip(self._names, inputs, strict=True)
             if isinstance(x, Part)
         }
-        places |= {name: Place("packed", part[0], part[2]) for name, part in outputs.items() if part}
+        places |= {name: Place("packed", *part) for name, part in outputs.items() if part}
         return render(self.op, env, present, schedule, lines=self.backend.lines, places=places)
 
 
