@@ -76,7 +76,8 @@ class Plan:
     """Runs the nodes of one graph in order. Made by :func:`build`.
 
     inputs, outputs: names, in the order that :meth:`run` takes and gives them. steps: one per node.
-    segments: run what lies between two nodes with a handle as one function compiled by MLX.
+    segments: run what lies between two nodes with a handle as one function compiled by MLX, in which those outputs of
+    a kernel that only kernels read are parts of one array.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class Plan:
         size = 1 + max([len(inputs), *(slot for step in steps for slot in step.writes)])
         self._spare = [None] * (size - len(inputs))
         self._runs = _runs(self.steps) if segments else [[step] for step in self.steps]
-        hot = _packed(self._runs if segments else [self.steps], {*self._output_slots})
-        calls = _segments(hot, {*self._output_slots}) if segments else [_call(step) for step in hot[0]]
+        calls = [_call(step) for step in self.steps]
+        if segments:
+            results = {*self._output_slots}
+            calls = _segments(_packed(self._runs, results), results)
         self._hot = tuple((call, reads, writes if len(writes) > 1 else writes[0]) for call, reads, writes in calls)
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +12,12 @@ import mlx.nn as nn
 import pytest
 
 from qfuse import REGISTRY, backends, models, tiny
+
+# MLX keeps what it compiles for a CPU in the temporary folder, where two processes may not make the same file at once.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    folder = Path(tempfile.gettempdir(), f"qfuse-tests-{worker}")
+    folder.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(folder)
 
 
 def make_model(

@@ -1,6 +1,7 @@
 """One rank of the tests that start several: ``python ranks.py FOLDER NAME…`` writes FOLDER/RANK.json."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def generated(model):
 
 def scenario(group, config, spread, **options):
     """What a rank gives of a model that is spread over all and fused."""
+    # What MLX compiles for a CPU takes it a second a kernel.
+    (mx.enable_compile if options.get("segments") else mx.disable_compile)()
     model = model_of(config)
     spread(model, group)
     chosen = {name: value(group) if callable(value) else value for name, value in options.items()}
@@ -70,6 +73,9 @@ SCENARIOS = {
 
 def main(folder: Path, names: list[str]) -> None:
     group = mx.distributed.init(backend="ring", strict=True)
+    compiled = folder / f"compiled{group.rank()}"  # two ranks may not make the same file at once
+    compiled.mkdir()
+    os.environ["TMPDIR"] = str(compiled)
     found = {}
     for name in names:
         *what, options = SCENARIOS[name]

@@ -5,7 +5,7 @@ import pytest
 from conftest import inputs, make_model
 from test_ops import KERNELS, VARIANTS
 
-from qfuse import REGISTRY, backends, build, fuse, models
+from qfuse import REGISTRY, Plan, backends, build, models
 from qfuse.backends.kernel import ALIGNED, WORD, Lowered, Part
 from qfuse.plan import _packed
 from qfuse.testing import sample
@@ -87,8 +87,9 @@ def packs(calls):
     return {call.op.name: call.packed for call in calls if isinstance(call, Lowered) and call.packed}
 
 
-def packed(plan):
-    return packs(call for call, _, _ in plan._hot)
+def packed(plan, segments=False):
+    """The plan's steps with what they pack, as for one segment or for each by itself."""
+    return _packed(plan._runs if segments else [plan.steps], {*plan._output_slots})
 
 
 def test_a_plan_packs_what_only_kernels_read():
@@ -99,33 +100,50 @@ def test_a_plan_packs_what_only_kernels_read():
         "expert_down": {"d_routed", "d_shared"},
     }
     gdn, gqa = (models.adapt(model.layers[i], fold_router=True) for i in (0, 3))
-    assert packed(build(gdn.graph("f32"), gdn.weights, ("metal",))) == moe | {
+
+    def found(adapter, backend):
+        (run,) = packed(build(adapter.graph("f32"), adapter.weights, (backend,)))
+        return packs(step.call for step in run)
+
+    assert found(gdn, "metal") == moe | {
         "gdn_in_proj": {"qkv", "z", "beta", "g"},  # conv_state_next goes to the cache
         "gdn_qk_norm": {"q", "k"},
     }
-    assert packed(build(gqa.graph("f32"), gqa.weights, ("metal",))) == moe | {
+    assert found(gqa, "metal") == moe | {
         "gqa_in_proj": {"queries", "keys", "gate"},  # values go to the cache
         "sdpa_partial": {"o_part", "sum_part", "max_part"},
     }
-    assert packed(build(gdn.graph("f32"), gdn.weights, ("reference",))) == {}
+    assert found(gdn, "reference") == {}
 
 
 def test_nothing_packed_crosses_a_segment():
     """A kv cache's update stands between the gate's projection and its use; what MLX compiles gives arrays only."""
     gqa = models.adapt(make_model().layers[3], fold_router=True)
     plan = build(gqa.graph("f32"), gqa.weights, ("metal",), segments=True)
-    before, _, after = _packed(plan._runs, {*plan._output_slots})
+    before, _, after = packed(plan, segments=True)
     assert packs(step.call for step in before) == {"gqa_in_proj": {"queries", "keys"}}
     assert "sdpa_partial" in packs(step.call for step in after)
 
 
-def test_debug_and_a_walk_give_arrays(sim):
-    model = make_model()
-    with fuse(model, backends=sim, probe=False) as fused:
-        plan = fused.layers[0]._qfuse.plan(mx.float32)
-        given = fused.layers[0]._qfuse.adapter.inputs(inputs(0, 1, 1), None, models.new_cache(model.layers[0]))
-        assert packed(plan)
-        seen = plan.debug(*given)
-        assert all(isinstance(x, mx.array) for x in seen.values())
-        ran = plan.run(*given)
-        assert all(mx.array_equal(a, seen[f"moe_combine.{n}"]) for a, n in zip(ran[:1], ["out"], strict=True))
+@pytest.mark.parametrize("index", [0, 3])
+def test_a_plan_that_packs_gives_the_same_bits(sim, index):
+    layer = make_model().layers[index]
+    adapter = models.adapt(layer, fold_router=True)
+    plan = build(adapter.graph("f32"), adapter.weights, (sim,))
+    (steps,) = packed(plan)
+    results = []
+    for each in (plan, Plan(plan.graph, steps, plan.inputs, dict(zip(plan.outputs, plan._output_slots, strict=True)))):
+        cache = models.new_cache(layer)
+        layer(inputs(1, 1, 3), mask=None if layer.is_linear else "causal", cache=cache)
+        results.append(each.run(*adapter.inputs(inputs(0, 1, 1), None, cache)))
+    for have, want in zip(*results, strict=True):
+        assert mx.array_equal(have, want)
+
+
+def test_segments_launch_what_packs():
+    layer = make_model().layers[0]
+    adapter = models.adapt(layer, fold_router=True)
+    plan = build(adapter.graph("f32"), adapter.weights, ("metal",), segments=True)
+    kernels = [each for each in plan.trace(*adapter.inputs(inputs(0, 1, 1), None, None)) if each.kernel]
+    assert [len(each.outputs) for each in kernels] == [2, 1, 2, 1, 1, 1, 1, 1]
+    assert [len(each.inputs) for each in kernels[1:5]] == [1, 3, 3, 8]

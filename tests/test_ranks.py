@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")  # each number of ranks is started once, and not two at a time
 LAUNCH = Path(sys.executable).with_name("mlx.launch")
 TESTS = Path(__file__).parent
 RUNS = {2: list(ranks.SCENARIOS), 4: ["sharded", "pipelined"]}
