@@ -285,8 +285,9 @@ def fuse(
     leave one that fails to the next backend, see docs/design.md for what it costs. check_upstream: refuse an mlx-lm
     whose code is not the one that the plans stand in for, see qfuse.upstream, and layers of a subclass with its own.
     segments: in mode 2, what lies between two updates of a kv cache as one function that MLX compiles, which spares
-    Python most of its work at a token. It reaches across layers where all of them are fused as a whole, see
-    qfuse.chain; else a batch with a mask over its keys runs without.
+    Python most of its work at a token. Within it, outputs that only kernels read are parts of one array, see
+    docs/design.md. It reaches across layers where all of them are fused as a whole, see qfuse.chain; else a batch with
+    a mask over its keys runs without.
 
     Each layer instance gets a subclass of its own class; other models, the parameters and ``isinstance`` are as before.
     Fusing a fused model again with the same options returns its Fusion. A copy of a fused model is not fused.
