@@ -264,15 +264,19 @@ class Lowered:
         return Lowered(self.backend, self.op, self.weights, self.schedule, outputs)
 
     def __call__(self, *inputs: mx.array | Part | None) -> Any:
-        arrays, packs = _split(inputs)
-        key = tuple([None if x is None else _form(x, packs) for x in inputs])
+        arrays: list[Any] = [x for x in inputs if x is not None]
+        key: tuple[Any, ...] = tuple([None if x is None else (x.shape, x.dtype) for x in inputs])
+        if Part in map(type, arrays):
+            arrays, packs = _split(inputs)
+            key += tuple([(x.offset, _number(x, packs)) if isinstance(x, Part) else None for x in inputs])
+            arrays += packs
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = self.prepare(*inputs)
             if len(self._launches) > MAX_LAUNCHES:  # a length that grows with every token would fill it
                 self._launches.pop(next(iter(self._launches)))
         out = launch.kernel(
-            inputs=arrays + packs + self._arrays,
+            inputs=arrays + self._arrays,
             grid=launch.grid,
             threadgroup=launch.threadgroup,
             output_shapes=launch.shapes,
@@ -358,10 +362,6 @@ def _split(inputs: Iterable[mx.array | Part | None]) -> tuple[list[mx.array], li
 
 def _number(part: Part, packs: Sequence[mx.array]) -> int:
     return next(i for i, pack in enumerate(packs) if pack is part.array)
-
-
-def _form(x: mx.array | Part, packs: Sequence[mx.array]) -> tuple[Any, ...]:
-    return (*x[1:], _number(x, packs)) if isinstance(x, Part) else (x.shape, x.dtype)
 
 
 def _dtype(spec: Spec, env: Mapping[str, Any]) -> mx.Dtype:
