@@ -97,10 +97,7 @@ class Plan:
         size = 1 + max([len(inputs), *(slot for step in steps for slot in step.writes)])
         self._spare = [None] * (size - len(inputs))
         self._runs = _runs(self.steps) if segments else [[step] for step in self.steps]
-        calls = [_call(step) for step in self.steps]
-        if segments:
-            results = {*self._output_slots}
-            calls = _segments(_packed(self._runs, results), results)
+        calls = _segments(self._runs, {*outputs.values()}) if segments else [_call(step) for step in self.steps]
         self._hot = tuple((call, reads, writes if len(writes) > 1 else writes[0]) for call, reads, writes in calls)
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
@@ -216,26 +213,23 @@ def _call(step: Step) -> Call:
     return step.call, step.reads, step.writes
 
 
-def _packed(runs: Sequence[Sequence[Step]], outputs: set[int]) -> list[list[Step]]:
-    """The steps with those outputs of a kernel packed into one array that only kernels of the same run read."""
-    readers: dict[int, list[tuple[int, Step]]] = {}
-    for number, run in enumerate(runs):
-        for step in run:
-            for slot in step.reads:
-                readers.setdefault(slot, []).append((number, step))
+def _later(runs: Sequence[Sequence[Step]], number: int, outputs: set[int]) -> set[int]:
+    """The slots that are read after a run."""
+    return outputs.union(*(step.reads for run in runs[number + 1 :] for step in run))
 
-    def within(number: int, slot: int) -> bool:
-        read = readers.get(slot, ())
-        return slot not in outputs and all(at == number and isinstance(step.call, Lowered) for at, step in read)
 
-    def packed(number: int, step: Step) -> Step:
+def _packed(run: Sequence[Step], later: set[int]) -> list[Step]:
+    """The run with outputs of a kernel packed into one array where only kernels of the run read them."""
+    kept = later.union(*(step.reads for step in run if not isinstance(step.call, Lowered)))
+
+    def packed(step: Step) -> Step:
         outs = zip(step.node.op.select("out"), step.writes, strict=True)
-        names = [out for out, slot in outs if within(number, slot)]
+        names = [out for out, slot in outs if slot not in kept]
         if not isinstance(step.call, Lowered) or len(names) < 2:
             return step
         return attrs.evolve(step, call=step.call.packing(names))
 
-    return [[packed(number, step) for step in run] for number, run in enumerate(runs)]
+    return [packed(step) for step in run]
 
 
 def _segments(runs: Sequence[Sequence[Step]], outputs: set[int]) -> list[Call]:
@@ -245,8 +239,8 @@ def _segments(runs: Sequence[Sequence[Step]], outputs: set[int]) -> list[Call]:
         if run[0].node.op.select("handle"):
             calls.append(_call(run[0]))
             continue
-        later = outputs.union(*(step.reads for after in runs[number + 1 :] for step in after))
-        calls.append(_compiled(run, later))
+        later = _later(runs, number, outputs)
+        calls.append(_compiled(_packed(run, later), later))
     return calls
 
 

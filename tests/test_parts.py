@@ -7,7 +7,7 @@ from test_ops import KERNELS, VARIANTS
 
 from qfuse import REGISTRY, Plan, backends, build, models
 from qfuse.backends.kernel import ALIGNED, WORD, Lowered, Part
-from qfuse.plan import _packed
+from qfuse.plan import _later, _packed
 from qfuse.testing import sample
 
 
@@ -87,9 +87,9 @@ def packs(calls):
     return {call.op.name: call.packed for call in calls if isinstance(call, Lowered) and call.packed}
 
 
-def packed(plan, segments=False):
-    """The plan's steps with what they pack, as for one segment or for each by itself."""
-    return _packed(plan._runs if segments else [plan.steps], {*plan._output_slots})
+def packed(plan):
+    """The plan's steps with what they pack, as in one segment."""
+    return _packed(plan.steps, {*plan._output_slots})
 
 
 def test_a_plan_packs_what_only_kernels_read():
@@ -102,8 +102,7 @@ def test_a_plan_packs_what_only_kernels_read():
     gdn, gqa = (models.adapt(model.layers[i], fold_router=True) for i in (0, 3))
 
     def found(adapter, backend):
-        (run,) = packed(build(adapter.graph("f32"), adapter.weights, (backend,)))
-        return packs(step.call for step in run)
+        return packs(step.call for step in packed(build(adapter.graph("f32"), adapter.weights, (backend,))))
 
     assert found(gdn, "metal") == moe | {
         "gdn_in_proj": {"qkv", "z", "beta", "g"},  # conv_state_next goes to the cache
@@ -120,7 +119,8 @@ def test_nothing_packed_crosses_a_segment():
     """A kv cache's update stands between the gate's projection and its use; what MLX compiles gives arrays only."""
     gqa = models.adapt(make_model().layers[3], fold_router=True)
     plan = build(gqa.graph("f32"), gqa.weights, ("metal",), segments=True)
-    before, _, after = packed(plan, segments=True)
+    outputs = {*plan._output_slots}
+    before, _, after = (_packed(run, _later(plan._runs, i, outputs)) for i, run in enumerate(plan._runs))
     assert packs(step.call for step in before) == {"gqa_in_proj": {"queries", "keys"}}
     assert "sdpa_partial" in packs(step.call for step in after)
 
@@ -130,9 +130,11 @@ def test_a_plan_that_packs_gives_the_same_bits(sim, index):
     layer = make_model().layers[index]
     adapter = models.adapt(layer, fold_router=True)
     plan = build(adapter.graph("f32"), adapter.weights, (sim,))
-    (steps,) = packed(plan)
     results = []
-    for each in (plan, Plan(plan.graph, steps, plan.inputs, dict(zip(plan.outputs, plan._output_slots, strict=True)))):
+    for each in (
+        plan,
+        Plan(plan.graph, packed(plan), plan.inputs, dict(zip(plan.outputs, plan._output_slots, strict=True))),
+    ):
         cache = models.new_cache(layer)
         layer(inputs(1, 1, 3), mask=None if layer.is_linear else "causal", cache=cache)
         results.append(each.run(*adapter.inputs(inputs(0, 1, 1), None, cache)))

@@ -34,24 +34,18 @@ WORD, ALIGNED = 4, 4
 """Bytes of a word, and the words that a part of an array starts at a multiple of: 16 bytes, the widest load."""
 
 
-PartOf = tuple[int, tuple[int, ...], mx.Dtype]
-"""Offset in words, shape and dtype of a tensor within an array of words."""
+class Place(NamedTuple):
+    """Where in an array of words, uint32 [n], a tensor is. offset: in words."""
 
-
-class Part(NamedTuple):
-    """A tensor within an array of words, uint32 [n], that one launch wrote. offset: in words."""
-
-    array: mx.array
     offset: int
     shape: tuple[int, ...]
     dtype: mx.Dtype
 
 
-@attrs.frozen
-class Place:
-    """Where a text finds a tensor that is a part of an array. array: its name in the text. offset: in words."""
+class Part(NamedTuple):
+    """A tensor within an array of words that one launch wrote, as Place has it."""
 
-    array: str
+    array: mx.array
     offset: int
     shape: tuple[int, ...]
     dtype: mx.Dtype
@@ -76,7 +70,7 @@ class KernelText:
 class Launch:
     """One prepared launch: everything but the arrays.
 
-    parts: for each output of the op, offset, shape and dtype within the last array written, or None if it is its own.
+    parts: for each output of the op its place in the last array written, or None where it is an array of its own.
     """
 
     kernel: Callable[..., Any]
@@ -84,7 +78,7 @@ class Launch:
     threadgroup: tuple[int, int, int]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[mx.Dtype, ...]
-    parts: tuple[PartOf | None, ...] = ()
+    parts: tuple[Place | None, ...] = ()
 
 
 def render(
@@ -94,27 +88,28 @@ def render(
     schedule: Schedule,
     *,
     lines: bool = False,
-    places: Mapping[str, Place] = {},
+    places: Mapping[str, tuple[str, Place]] = {},
 ) -> KernelText:
     """The text of ``op`` for the dims and dtype tokens in ``env``.
 
     present: optional inputs that are given; others become ``#define HAS_NAME 0``.
     lines: keep line numbers, with ``#line`` directives naming the files.
-    places: inputs and outputs that are parts of arrays; those arrays come after the inputs, and after the outputs.
+    places: of inputs and outputs that are parts of an array, its name and where in it. Such arrays come after the other
+    inputs, and after the other outputs.
     """
     path = op.source()
     header, body = _load(path, lines)
     outputs = [name for name in op.select("out") if name not in places]
-    outputs += dict.fromkeys(places[name].array for name in op.select("out") if name in places)
+    outputs += dict.fromkeys(places[name][0] for name in op.select("out") if name in places)
     given = [name for name, spec in op.inputs().items() if not spec.optional or name in present]
     inputs = [name for name in given if name not in places]
-    inputs += dict.fromkeys(places[name].array for name in given if name in places)
+    inputs += dict.fromkeys(places[name][0] for name in given if name in places)
     for name, spec in op.weights().items():
         inputs += [name, f"{name}_scales", f"{name}_biases"] if spec.kind == "qweight" else [name]
     prelude = _prelude(op, env, present, whole_words(op, schedule), body)
-    for name, place in places.items():
+    for name, (array, place) in places.items():
         kind = f"{'' if name in op.select('out') else 'const '}device {METAL_TYPES[DTYPE_NAMES[place.dtype]]}*"
-        prelude.append(f"{kind} {name}=reinterpret_cast<{kind}>({place.array}+{place.offset});")
+        prelude.append(f"{kind} {name}=reinterpret_cast<{kind}>({array}+{place.offset});")
         if f"{name}_shape" in body:
             prelude.append(f"constexpr int {name}_shape[]={{{','.join(map(str, place.shape))}}};")
     source = "\n".join([*prelude, f'#line 1 "{path.name}"', body] if lines else [*prelude, body]) + "\n"
@@ -289,61 +284,61 @@ class Lowered:
 
     def prepare(self, *inputs: mx.array | Part | None) -> Launch:
         """Check the arguments, render and compile for their shapes. Raises SpecError on arguments that do not fit."""
-        whole = [mx.zeros(x.shape, x.dtype) if isinstance(x, Part) else x for x in inputs]
-        env = self.op.bind(dict(zip(self._names, whole, strict=True)) | self.weights)
+        env = self._env([mx.zeros(x.shape, x.dtype) if isinstance(x, Part) else x for x in inputs])
         schedule = self.schedule or self.op.schedule(self.backend.name)
-        if self.schedule is None and (tuned := tune.best(self.backend.name, self.text(schedule, *whole).name)):
-            schedule = tuned
+        text = self._render(env, schedule, inputs)
+        if self.schedule is None and (tuned := tune.best(self.backend.name, text.name)):
+            schedule, text = tuned, self._render(env, tuned, inputs)
         tiles = max(1, parse(self.op.tiles).value({**env, **attrs.asdict(schedule)}))
         groups = min(tiles, schedule.cap) if schedule.cap else tiles
         threads = SIMD * schedule.simdgroups
         shapes: list[tuple[int, ...]] = []
         dtypes: list[mx.Dtype] = []
-        placed: list[PartOf | None] = []
+        placed: dict[str, Place] = {}
         size = 0
         for name, spec in self.op.select("out").items():
             shape, dtype = tuple(dim.value(env) for dim in spec.dims), _dtype(spec, env)
             if name in self.packed:
-                placed.append((size, shape, dtype))
+                placed[name] = Place(size, shape, dtype)
                 size += -(-math.prod(shape) * dtype.size // (WORD * ALIGNED)) * ALIGNED
             else:
-                placed.append(None)
                 shapes.append(shape)
                 dtypes.append(dtype)
-        if self.packed:
+        if placed:
             shapes.append((size,))
             dtypes.append(mx.uint32)
-        places = dict(zip(self.op.select("out"), placed, strict=True))
+        _, packs = _split(inputs)
+        places = {name: ("packed", place) for name, place in placed.items()} | {
+            name: (f"pack{_number(x, packs)}", Place(*x[1:]))
+            for name, x in zip(self._names, inputs, strict=True)
+            if isinstance(x, Part)
+        }
+        if places:
+            text = self._render(env, schedule, inputs, places)
         return Launch(
-            self.backend.kernel(self._text(schedule, inputs, whole, places)),
+            self.backend.kernel(text),
             (groups * threads, 1, 1),
             (threads, 1, 1),
             tuple(shapes),
             tuple(dtypes),
-            tuple(placed),
+            tuple(map(placed.get, self.op.select("out"))),
         )
 
     def text(self, schedule: Schedule, *inputs: mx.array | None) -> KernelText:
         """The text for the inputs' shapes under a schedule, every tensor an array of its own."""
-        return self._text(schedule, inputs, inputs, {})
+        return self._render(self._env(inputs), schedule, inputs)
 
-    def _text(
+    def _env(self, inputs: Sequence[mx.array | None]) -> dict[str, Any]:
+        return self.op.bind(dict(zip(self._names, inputs, strict=True)) | self.weights)
+
+    def _render(
         self,
+        env: Mapping[str, Any],
         schedule: Schedule,
         inputs: Sequence[mx.array | Part | None],
-        whole: Sequence[mx.array | None],
-        outputs: Mapping[str, PartOf | None],
+        places: Mapping[str, tuple[str, Place]] = {},
     ) -> KernelText:
-        values = dict(zip(self._names, whole, strict=True))
-        env = self.op.bind(values | self.weights)
-        present = frozenset(name for name, value in values.items() if value is not None)
-        _, packs = _split(inputs)
-        places = {
-            name: Place(f"pack{_number(x, packs)}", *x[1:])
-            for name, x in zip(self._names, inputs, strict=True)
-            if isinstance(x, Part)
-        }
-        places |= {name: Place("packed", *part) for name, part in outputs.items() if part}
+        present = frozenset(name for name, x in zip(self._names, inputs, strict=True) if x is not None)
         return render(self.op, env, present, schedule, lines=self.backend.lines, places=places)
 
 
