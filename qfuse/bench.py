@@ -414,15 +414,17 @@ def _few_experts(op: Op, batch: int) -> tuple[Op, dict[str, Any]]:
 
 
 def save(path: Path, rows: Sequence[Mapping[str, Any]], ops: Sequence[Mapping[str, Any]]) -> None:
-    """Put rows and ops into a results file: each replaces the one measured under the same conditions before."""
+    """Put rows and ops into a results file, each with its date: it replaces the one measured so before."""
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
     old = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    keys = ("config", "bits", "batch", "context", "what", "lowering")
+    of_row = ("config", "bits", "batch", "context", "what", "lowering")
+    of_op = ("config", "bits", "batch", "context", "op")
     fields = {
         "device": device_name(),
         "versions": {name: metadata.version(name) for name in ("mlx", "mlx-lm")},
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "rows": _merged(old.get("rows", []), rows, keys),
-        "ops": _merged(old.get("ops", []), ops, ("config", "bits", "batch", "context", "op")),
+        "date": today,
+        "rows": _merged(old.get("rows", []), [{**row, "date": today} for row in rows], of_row),
+        "ops": _merged(old.get("ops", []), [{**op, "date": today} for op in ops], of_op),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(fields, indent=1) + "\n", "utf-8")

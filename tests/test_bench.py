@@ -90,6 +90,7 @@ def test_the_command_prints_a_table_and_keeps_the_numbers(monkeypatch, capsys, t
         found["rows"][1]["ratio"], 1e-3
     )
     assert len(found["ops"]) == 13
+    assert {each["date"] for each in (*found["rows"], *found["ops"])} == {found["date"]}
     said = capsys.readouterr()
     assert "decode 8-bit B 1 N 64" in said.out
     assert "decode, batch 1, context 64: round 1 of 1, fused" in said.err
