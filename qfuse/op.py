@@ -39,16 +39,18 @@ class Schedule:
     """How a kernel's work is split on one backend; the algorithm does not depend on it.
 
     rows: output rows of a simdgroup at a time. simdgroups: 32-thread groups of a threadgroup, 1 to 16.
-    take: inputs that a lane takes at a time, 8, 16 or 32. cap: most threadgroups of a launch, 0 for one per tile.
+    take: inputs that a lane takes at a time, 8, 16 or 32. depth: times that it does so before it computes with the
+    first, 1 to 8, so that those loads are under way together. cap: most threadgroups of a launch, 0 for one per tile.
     """
 
     rows: int = 4
     simdgroups: int = 2
     take: int = 8
+    depth: int = 1
     cap: int = 0
 
     def __attrs_post_init__(self) -> None:
-        needs = ("1 <= rows", "1 <= simdgroups <= 16", "take in (8, 16, 32)", "0 <= cap")
+        needs = ("1 <= rows", "1 <= simdgroups <= 16", "take in (8, 16, 32)", "1 <= depth <= 8", "0 <= cap")
         if reason := unmet(needs, attrs.asdict(self)):
             raise SpecError(f"[schedule] {reason}")
 

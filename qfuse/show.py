@@ -151,8 +151,8 @@ def bench_tables(
 
 
 def tuned_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """What ``qfuse tune`` found: rows, simdgroups, take and cap of the declared and of the best schedule."""
-    title = "schedules: rows, simdgroups, take, cap"
+    """What ``qfuse tune`` found: rows, simdgroups, take, depth and cap of the declared and of the best schedule."""
+    title = "schedules: rows, simdgroups, take, depth, cap"
     table = _right("op", "declared", "µs", "best", "µs", "tried", title=title)
     for row in rows:
         declared, best = (", ".join(map(str, row[name].values())) for name in ("declared", "best"))

@@ -20,7 +20,14 @@ import platformdirs
 
 from .op import Schedule
 
-ROWS, SIMDGROUPS, TAKE, CAP = (1, 2, 4, 8), (1, 2, 4, 8), (8, 16, 32), (0, 264, 528, 1056, 2112)
+FIELDS = {
+    "take": (8, 16, 32),
+    "depth": (1, 2, 4, 8),
+    "rows": (1, 2, 4, 8),
+    "simdgroups": (1, 2, 4, 8),
+    "cap": (0, 264, 528, 1056, 2112),
+}
+ORDER = ("take", "depth", "rows", "simdgroups", "rows", "depth", "cap")
 
 
 def path() -> Path:
@@ -78,8 +85,8 @@ def search(
     if first is None:
         raise RuntimeError(f"[tune] wants a declared schedule that runs, got {start}")
     spent, tried, here = {start: first}, {start}, start
-    for field, values in (("take", TAKE), ("rows", ROWS), ("simdgroups", SIMDGROUPS), ("rows", ROWS), ("cap", CAP)):
-        for value in values:
+    for field in ORDER:
+        for value in FIELDS[field]:
             other = attrs.evolve(here, **{field: value})
             if other in tried or (field != "cap" and text(other) == text(here)):
                 continue

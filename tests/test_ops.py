@@ -91,8 +91,8 @@ def test_op_with_one_row_and_with_eight(name, B, backend):
     "schedule",
     [
         Schedule(rows=1, simdgroups=1, take=8),
-        Schedule(rows=3, simdgroups=5, take=16, cap=2),
-        Schedule(rows=8, simdgroups=16, take=32, cap=1),
+        Schedule(rows=3, simdgroups=5, take=16, depth=2, cap=2),
+        Schedule(rows=8, simdgroups=16, take=32, depth=8, cap=1),
     ],
     ids=str,
 )
@@ -100,6 +100,13 @@ def test_op_with_one_row_and_with_eight(name, B, backend):
 def test_any_schedule_gives_the_same_result(name, schedule, backend):
     op, arguments = made(name, "odd")
     compare(op, run(op, arguments, backend, schedule), arguments)
+
+
+@pytest.mark.parametrize("depth", [2, 3, 8])
+@pytest.mark.parametrize("name", ["gdn_in_proj", "swiglu", "o_proj_router"])
+def test_loads_ahead_end_where_the_inputs_do(name, depth, backend):
+    op, arguments = made(name, "small", H=832)  # four times 256 inputs, the last in part
+    compare(op, run(op, arguments, backend, Schedule(rows=2, depth=depth)), arguments)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -9,6 +9,7 @@ using bfloat16_t = __nv_bfloat16;
 template <class To, class From> inline To as_type(From from) { To to; memcpy(&to, &from, sizeof(To)); return to; }
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 inline void threadgroup_barrier(mem_flags) { __syncthreads(); }
+inline void simdgroup_barrier(mem_flags) { __syncwarp(); }
 template <class X> inline X simd_shuffle(X x, ushort lane) { return __shfl_sync(~0u, x, lane); }
 template <class X> inline X simd_broadcast(X x, ushort lane) { return __shfl_sync(~0u, x, lane); }
 template <class X> inline X simd_shuffle_xor(X x, ushort mask) { return __shfl_xor_sync(~0u, x, mask); }

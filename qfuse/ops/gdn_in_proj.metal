@@ -8,13 +8,13 @@ for (int i = start; i < G; i += step) {
   float acc[rows][B] = {};
   const int row = (i - (i < QKV ? 0 : i < Z ? QKV : i < BETA ? Z : BETA)) * rows;
   if (i < QKV) {
-    gemv<w_qkv_bits, w_qkv_group, H, take>(acc, n, w_qkv, w_qkv_scales, w_qkv_biases, row, C - 1, lane);
+    gemv<w_qkv_bits, w_qkv_group, H, take, depth>(acc, n, w_qkv, w_qkv_scales, w_qkv_biases, row, C - 1, lane);
   } else if (i < Z) {
-    gemv<w_z_bits, w_z_group, H, take>(acc, n, w_z, w_z_scales, w_z_biases, row, Hv * Dv - 1, lane);
+    gemv<w_z_bits, w_z_group, H, take, depth>(acc, n, w_z, w_z_scales, w_z_biases, row, Hv * Dv - 1, lane);
   } else if (i < BETA) {
-    gemv<w_b_bits, w_b_group, H, take>(acc, n, w_b, w_b_scales, w_b_biases, row, Hv - 1, lane);
+    gemv<w_b_bits, w_b_group, H, take, depth>(acc, n, w_b, w_b_scales, w_b_biases, row, Hv - 1, lane);
   } else {
-    gemv<w_a_bits, w_a_group, H, take>(acc, n, w_a, w_a_scales, w_a_biases, row, Hv - 1, lane);
+    gemv<w_a_bits, w_a_group, H, take, depth>(acc, n, w_a, w_a_scales, w_a_biases, row, Hv - 1, lane);
   }
   for (int j = lane; j < rows * B; j += 32) {
     const int b = j / rows, c = row + j % rows;

@@ -8,9 +8,9 @@ for (int i = start; i < ALL; i += step) {
   float acc[rows][B] = {};
   const int row = (i < QKVZ ? i : i - QKVZ) * rows;
   if (i < QKVZ) {
-    gemv<w_qkvz_bits, w_qkvz_group, H, take>(acc, n, w_qkvz, w_qkvz_scales, w_qkvz_biases, row, ROWS - 1, lane);
+    gemv<w_qkvz_bits, w_qkvz_group, H, take, depth>(acc, n, w_qkvz, w_qkvz_scales, w_qkvz_biases, row, ROWS - 1, lane);
   } else {
-    gemv<w_ba_bits, w_ba_group, H, take>(acc, n, w_ba, w_ba_scales, w_ba_biases, row, 2 * Hv - 1, lane);
+    gemv<w_ba_bits, w_ba_group, H, take, depth>(acc, n, w_ba, w_ba_scales, w_ba_biases, row, 2 * Hv - 1, lane);
   }
   for (int j = lane; j < rows * B; j += 32) {
     const int b = j / rows, r = row + j % rows;

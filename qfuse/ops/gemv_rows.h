@@ -20,19 +20,36 @@ inline uint gemv_code(thread uint (&w)[N], int i) {
   return code & ((1u << BITS) - 1);
 }
 
-template <int BITS, int GROUP, int K, int R, int B, int V, typename S>
-inline void gemv_rows(
-    thread float (&acc)[R][B], thread float (&v)[B][V], thread float (&sum)[B],
-    const device uint* w, S scales, S biases, int row, int last, int k) {
+// V codes of a row with their scale and bias, not computed with yet.
+template <int BITS, int V>
+struct GemvRun {
+  uint codes[V * BITS / 32];
+  float scale, bias;
+};
+
+// A lane's runs of R rows from input k on, N of them 32 V apart. No load is put off past the end of this: a compiler
+// would put one off until its value is used.
+template <int BITS, int GROUP, int K, int N, int R, int V, typename S>
+inline void gemv_take(
+    thread GemvRun<BITS, V> (&runs)[N][R], const device uint* w, S scales, S biases, int row, int last, int k) {
+  for (int i = 0; i < N; ++i, k += 32 * V)
+    for (int r = 0; r < R && k < K; ++r) {
+      const int n = metal::min(row + r, last), g = n * (K / GROUP) + k / GROUP;
+      gemv_words<BITS % 4 == 0>(runs[i][r].codes, w + n * (K / 32 * BITS) + k / 8 * BITS / 4);
+      runs[i][r].scale = float(scales[g]), runs[i][r].bias = float(biases[g]);
+    }
+  if (N > 1) simdgroup_barrier(mem_flags::mem_none);
+}
+
+template <int BITS, int R, int B, int V>
+inline void gemv_dot(
+    thread float (&acc)[R][B], thread float (&v)[B][V], thread float (&sum)[B], thread GemvRun<BITS, V> (&runs)[R]) {
   constexpr float MIDDLE = 1 << (BITS - 1);
   for (int r = 0; r < R; ++r) {
-    const int n = metal::min(row + r, last), g = n * (K / GROUP) + k / GROUP;
-    uint codes[V * BITS / 32];
-    gemv_words<BITS % 4 == 0>(codes, w + n * (K / 32 * BITS) + k / 8 * BITS / 4);
-    const float scale = float(scales[g]), bias = float(biases[g]) + MIDDLE * scale;
+    const float scale = runs[r].scale, bias = runs[r].bias + MIDDLE * scale;
     float dot[B] = {};
     for (int i = 0; i < V; ++i) {
-      const uint code = gemv_code<BITS>(codes, i);
+      const uint code = gemv_code<BITS>(runs[r].codes, i);
       const float u = as_type<float>(code | 75u << 24) - (8388608 + MIDDLE);  // the bits of 2^23 + code
       for (int b = 0; b < B; ++b) dot[b] += u * v[b][i];
     }

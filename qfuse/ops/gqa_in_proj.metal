@@ -8,11 +8,11 @@ for (int i = start; i < Q + 2 * KEY; i += step) {
   float acc[rows][B] = {};
   const int row = (i - (i < Q ? 0 : i < Q + KEY ? Q : Q + KEY)) * rows;
   if (i < Q) {
-    gemv<w_q_bits, w_q_group, H, take>(acc, n, w_q, w_q_scales, w_q_biases, row, NQ - 1, lane);
+    gemv<w_q_bits, w_q_group, H, take, depth>(acc, n, w_q, w_q_scales, w_q_biases, row, NQ - 1, lane);
   } else if (i < Q + KEY) {
-    gemv<w_k_bits, w_k_group, H, take>(acc, n, w_k, w_k_scales, w_k_biases, row, NK - 1, lane);
+    gemv<w_k_bits, w_k_group, H, take, depth>(acc, n, w_k, w_k_scales, w_k_biases, row, NK - 1, lane);
   } else {
-    gemv<w_v_bits, w_v_group, H, take>(acc, n, w_v, w_v_scales, w_v_biases, row, NK - 1, lane);
+    gemv<w_v_bits, w_v_group, H, take, depth>(acc, n, w_v, w_v_scales, w_v_biases, row, NK - 1, lane);
   }
   for (int j = lane; j < rows * B; j += 32) {
     const int b = j / rows, c = row + j % rows, head = c / (2 * D), d = c % (2 * D);

@@ -7,7 +7,7 @@ for (int i = start; i < ROUTER + B * P; i += step) {
   if (i < ROUTER) {
     const int row = i * rows;
     float acc[rows][B] = {};
-    gemv<w_router_bits, w_router_group, H, take>(
+    gemv<w_router_bits, w_router_group, H, take, depth>(
         acc, normed(x, r, w_norm), w_router, w_router_scales, w_router_biases, row, E - 1, lane);
     for (int j = lane; j < rows * B; j += 32)
       if (row + j % rows < E) router_dot[j / rows * E + row + j % rows] = gemv_pick(acc, j % rows, j / rows);

@@ -9,7 +9,7 @@ for (int tile = threadgroup_position_in_grid.x; tile < TILES; tile += threadgrou
     for (int first = simd * rows; first < part; first += rows * simdgroups) {
       const int row = tile * part + first;
       float acc[rows][B] = {};
-      gemv<w_o_bits, w_o_group, Ka, take>(acc, a, w_o, w_o_scales, w_o_biases, row, H - 1, lane);
+      gemv<w_o_bits, w_o_group, Ka, take, depth>(acc, a, w_o, w_o_scales, w_o_biases, row, H - 1, lane);
       for (int j = lane; j < rows * B; j += 32) {
         const int b = j / rows, c = j % rows;
         if (first + c < part) squares[b * part + first + c] = 0;
@@ -32,8 +32,8 @@ for (int tile = threadgroup_position_in_grid.x; tile < TILES; tile += threadgrou
   } else {
     const int row = (tile - P) * simdgroups + simd;
     float acc[1][B] = {};
-    dense<Ka>(acc, a, M1, row, E - 1, lane);
-    dense<H>(acc, x, Wf, row, E - 1, lane);
+    dense<Ka, depth>(acc, a, M1, row, E - 1, lane);
+    dense<H, depth>(acc, x, Wf, row, E - 1, lane);
     gemv_sum(acc);
     for (int b = lane; b < B; b += 32)
       if (row < E) router_dot[b * E + row] = gemv_pick(acc, 0, b);

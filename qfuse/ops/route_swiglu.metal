@@ -46,7 +46,7 @@ for (int i = start; i <= GATE; i += step) {
     }
     const uint e = simd_shuffle(mine, slot % k);
     float gate[rows][1] = {}, up[rows][1] = {};
-    gate_up<w_gate_bits, w_gate_group, w_up_bits, w_up_group, I, H, take>(
+    gate_up<w_gate_bits, w_gate_group, w_up_bits, w_up_group, I, H, take, depth>(
         gate, up, hw + b * H, e, w_gate, w_gate_scales, w_gate_biases, w_up, w_up_scales, w_up_biases, row, lane);
     for (int j = lane; j < rows; j += 32)
       if (row + j < I)
@@ -54,7 +54,7 @@ for (int i = start; i <= GATE; i += step) {
   } else if (i < GATE) {
     const int row = (i - ROUTED) * rows;
     float gate[rows][B] = {}, up[rows][B] = {};
-    gate_up<ws_gate_bits, ws_gate_group, ws_up_bits, ws_up_group, Is, H, take>(
+    gate_up<ws_gate_bits, ws_gate_group, ws_up_bits, ws_up_group, Is, H, take, depth>(
         gate, up, hw, 0, ws_gate, ws_gate_scales, ws_gate_biases, ws_up, ws_up_scales, ws_up_biases, row, lane);
     for (int b = 0; b < B; ++b) {
       const float scale = norm_factor<P>(x2 + b * P, H, eps, lane);
@@ -66,7 +66,7 @@ for (int i = start; i <= GATE; i += step) {
     }
   } else {
     float acc[1][B] = {};
-    gemv<w_shared_gate_bits, w_shared_gate_group, H, take>(
+    gemv<w_shared_gate_bits, w_shared_gate_group, H, take, depth>(
         acc, hw, w_shared_gate, w_shared_gate_scales, w_shared_gate_biases, 0, 0, lane);
     for (int b = 0; b < B; ++b) {
       const float logit = acc[0][b] * norm_factor<P>(x2 + b * P, H, eps, lane);

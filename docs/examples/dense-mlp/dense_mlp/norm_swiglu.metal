@@ -13,7 +13,7 @@ for (int b = 0; b < B; ++b) {
 for (int i = start; i < N; i += step) {
   const int row = i * rows;
   float gate[rows][B] = {}, up[rows][B] = {};
-  gate_up<w_gate_bits, w_gate_group, w_up_bits, w_up_group, I, H, take>(
+  gate_up<w_gate_bits, w_gate_group, w_up_bits, w_up_group, I, H, take, depth>(
       gate, up, scaled(h, w_norm), 0, w_gate, w_gate_scales, w_gate_biases, w_up, w_up_scales, w_up_biases, row, lane);
   for (int j = lane; j < rows * B; j += 32) {
     const int b = j / rows, c = j % rows;
