@@ -15,7 +15,7 @@ from . import backends as backend_table
 from . import models, upstream
 from .chain import Chain, raised
 from .graphs.graph import Graph, make
-from .models import PREFILL, PREFILL_GDN, Adapter, GDNAdapter, RefusedError
+from .models import PREFILL, Adapter, GDNAdapter, RefusedError
 from .ops import GDNStep
 from .plan import Plan, build
 from .probe import Probe
@@ -40,7 +40,8 @@ class FusedLayer:
         self.calls: Counter[str] = Counter()
         self._places = models.places(layer, adapter)
         self._changed: str | None = None
-        self._recurrence = _recurrence(adapter, fusion)
+        self._step = _recurrence(adapter, fusion)
+        self._tiled = adapter.part != "mixer" and backend_table.find(fusion.backends[0]).prefill
         self._plans: dict[tuple[str, mx.Dtype, bool, bool], Plan] = {}
 
     def __call__(
@@ -57,11 +58,8 @@ class FusedLayer:
         """
         part, adapter = self.adapter.part, self.adapter
         reason = f"called with {', '.join(more)}" if more else self.refuses(layer, x, cache)
-        if reason == PREFILL and self._recurrence and not layer.training:
-            gdn, step = self._recurrence
-            if gdn.refuses(x, mask, cache) is None:
-                self.calls[PREFILL_GDN] += 1
-                return gdn.prefill(step, layer, x, mask, cache)
+        if reason == PREFILL and not layer.training and (out := self._prompt(layer, x, mask, cache)) is not None:
+            return out
         if reason is not None:
             self._refuse(reason)
             return None
@@ -77,6 +75,16 @@ class FusedLayer:
             raise
         self.calls["fused" if reason is None else f"MoE alone: {reason}"] += 1
         return out
+
+    def _prompt(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
+        """A prompt by upstream's modules with what the backend has for it, or None where that is nothing."""
+        step = self._step if self._step and self.adapter.refuses(x, mask, cache) is None else None
+        mlp = models.tiled_experts(layer, x) if self._tiled else None
+        if step is None and mlp is None:
+            return None
+        ours = {"gdn_step": step, "tiled experts": mlp}
+        self.calls[f"{PREFILL}, with {' and '.join(name for name in ours if ours[name] is not None)}"] += 1
+        return self.adapter.prompt(layer, x, mask, cache, step, layer.mlp if mlp is None else mlp)
 
     def _run(self, part: str, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
         adapter = self.adapter
@@ -125,14 +133,14 @@ class FusedLayer:
         return plan
 
 
-def _recurrence(adapter: Adapter, fusion: Fusion) -> tuple[GDNAdapter, Callable[..., Any]] | None:
-    """The adapter with gdn_step for its prompts, where the first backend that takes the op is made for them."""
+def _recurrence(adapter: Adapter, fusion: Fusion) -> Callable[..., Any] | None:
+    """gdn_step for an adapter's prompts, where the first backend that takes the op is made for them."""
     if not isinstance(adapter, GDNAdapter) or adapter.part == "moe" or adapter.dims["merged"]:
         return None
     op = make(GDNStep, adapter.dims)
     chosen = (backend_table.find(name) for name in fusion.backends)
     backend = next((backend for backend in chosen if backend.refuses(op) is None), None)
-    return (adapter, backend.lower(op, {})) if backend and backend.prefill else None
+    return backend.lower(op, {}) if backend and backend.prefill else None
 
 
 @attrs.frozen(kw_only=True)
@@ -273,8 +281,8 @@ def fuse(
 ) -> Fusion:
     """Run the decode steps of a model's layers through fused plans.
 
-    Prefill stays upstream's, but for the recurrence on CUDA in mode 2, which is gdn_step's: upstream has no kernel for
-    it there.
+    Prefill stays upstream's, but on CUDA for the recurrence in mode 2, which is gdn_step's, and for the experts, see
+    qfuse.models.TiledExperts: upstream has no kernel for the one there, and wastes most of its kernel for the other.
 
     mode: 0 nothing, 1 the MoE alone, 2 whole layers. backends: names in order of preference, default
     :func:`qfuse.backends.default`; an op that none of them takes is run by its reference. strict: raise on anything

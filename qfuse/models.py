@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
@@ -38,8 +39,13 @@ LONG = 4096
 LONG_DIMS = {"blocks": 128}
 """Of sdpa_partial then: more blocks."""
 
+TILE = 16
+"""Rows that MLX's gather_qmm takes at a time on CUDA, for each product of a batch."""
+
+TILED_ROWS = 4
+"""Rows of a prompt an expert, on average, from which those of one expert are multiplied together."""
+
 PREFILL = "prefill, S > 1"
-PREFILL_GDN = "prefill, S > 1, with gdn_step"
 CHANGED = "its weights were changed after fuse(); remove() and fuse again"
 
 
@@ -83,6 +89,11 @@ class Adapter(Protocol):
 
     def mix(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """The mixer by upstream's own modules: r [B, 1, H]."""
+
+    def prompt(
+        self, layer: nn.Module, x: mx.array, mask: Any, cache: Any, step: Callable[..., Any] | None, mlp: nn.Module
+    ) -> mx.array:
+        """A prompt, x [B, S, H] → [B, S, H], by upstream's own modules, but for ``mlp`` and for a GDN's ``step``."""
 
     def refuses(self, x: mx.array, mask: Any, cache: Any) -> str | None:
         """Why the mixer of this call cannot be fused, or None. Raises TypeError on a cache of the wrong class."""
@@ -209,6 +220,61 @@ class LayerAdapter:
         self.keep(cache, *states)
         return out.reshape(x.shape)
 
+    def prompt(
+        self: Any, layer: nn.Module, x: mx.array, mask: Any, cache: Any, step: Callable[..., Any] | None, mlp: nn.Module
+    ) -> mx.array:
+        r = self.mix(layer, x, mask, cache) if step is None else self.recur(step, layer, x, mask, cache)
+        h = x + r
+        return h + mlp(layer.post_attention_layernorm(h))
+
+
+@attrs.frozen
+class TiledExperts:
+    """Upstream's SwitchGLU, by its own projections, for a prompt: x [B, S, H], indices [B, S, k] → [B, S, k, H].
+
+    Upstream has gather_qmm multiply each row by itself, which on CUDA leaves all but one row of its tile empty. Here a
+    product is of TILE rows of one expert; a tile that is not full repeats the prompt's first row. There are at most
+    so many tiles whatever the router says, so nothing waits for it.
+    """
+
+    routed: nn.Module
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        up, gate, down = self.routed.up_proj, self.routed.gate_proj, self.routed.down_proj
+        M, E = indices.size, up.num_experts
+        tiles = M // TILE + min(E, M)
+        order = mx.argsort(indices.flatten())
+        expert = indices.flatten()[order]
+        rows = (expert[:, None] == mx.arange(E)).sum(axis=0)
+        needed = (rows + TILE - 1) // TILE
+        end = mx.cumsum(needed)  # the tile after each expert's last
+        place = mx.arange(M) + ((end - needed) * TILE - mx.cumsum(rows) + rows)[expert]
+        source = mx.zeros(tiles * TILE, mx.uint32)
+        source[place] = order // indices.shape[-1]
+        of_tile = mx.minimum((mx.arange(tiles)[:, None] >= end).sum(axis=1), E - 1)
+        y = x.reshape(-1, x.shape[-1])[source].reshape(tiles, TILE, -1)
+        y = down(self.routed.activation(up(y, of_tile), gate(y, of_tile)), of_tile)
+        return y.reshape(tiles * TILE, -1)[place[mx.argsort(order)]].reshape(*indices.shape, -1)
+
+
+def tiled_experts(layer: nn.Module, x: mx.array) -> nn.Module | None:
+    """A layer's MoE with :class:`TiledExperts`, upstream's block in all else, for a prompt x [B, S, H].
+
+    None where it has too few rows for that, and where its experts are not quantised.
+    """
+    mlp = layer.mlp
+    if type(mlp) is not qwen3_next.Qwen3NextSparseMoeBlock:
+        return None
+    routed = mlp.switch_mlp
+    if x.shape[0] * x.shape[1] * mlp.top_k < TILED_ROWS * mlp.num_experts:
+        return None
+    projections = routed.up_proj, routed.gate_proj, routed.down_proj
+    if any(type(module) is not QuantizedSwitchLinear for module in projections):
+        return None
+    block = copy(mlp)
+    block.switch_mlp = TiledExperts(routed)
+    return block
+
 
 @lru_cache(maxsize=256)
 def _graph(kind: str, dims: tuple[tuple[str, Any], ...], masked: bool, moe: str, part: str) -> Graph:
@@ -248,8 +314,8 @@ class GDNAdapter(LayerAdapter):
             if cache.left_padding is not None and cache.left_padding.max().item() <= 0:
                 cache.left_padding = None
 
-    def prefill(self, step: Callable[..., Any], layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
-        """A prompt, x [B, S, H] → [B, S, H], by upstream's own modules but for the recurrence, which is ``step``'s.
+    def recur(self, step: Callable[..., Any], layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        """The mixer for a prompt, x [B, S, H] → r [B, S, H], by upstream's own modules but for the recurrence.
 
         step: a gdn_step of M = B·S rows. Raises TypeError on a cache of the wrong class.
         """
@@ -275,8 +341,7 @@ class GDNAdapter(LayerAdapter):
         r = m.out_proj(y.reshape(B, S, -1))
         if getattr(m, "sharding_group", None) is not None:
             r = mx.distributed.all_sum(r, group=m.sharding_group)
-        h = x + r
-        return h + layer.mlp(layer.post_attention_layernorm(h))
+        return r
 
     def _states(self, x: mx.array, cache: Any) -> tuple[mx.array, mx.array]:
         """conv_state and state of a cache, zeros where there is none yet."""

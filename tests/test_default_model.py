@@ -149,6 +149,22 @@ def test_64_greedy_tokens_on_a_gpu(model, loaded, backend, mode, moe, segments):
         assert greedy(*loaded) == expected
 
 
+def test_a_prompt_on_a_gpu_is_as_near_to_f32_as_upstream(model, tokens):
+    if reason := BACKENDS["cuda"].unavailable():
+        pytest.skip(reason)
+    prompt, half = mx.array([tokens]), opened(mx.bfloat16)[0]
+    with mx.stream(mx.cpu):
+        exact = model(prompt)
+        mx.eval(exact)
+    upstream = half(prompt)
+    with fuse(half, backends="cuda", strict=True) as fusion:
+        got = half(prompt)
+        calls = [call for layer in fusion.report().layers for call in layer.calls]
+    assert calls
+    assert all(call.endswith("tiled experts") for call in calls)
+    assert rms(got - exact) < 1.5 * rms(upstream - exact)
+
+
 @pytest.mark.parametrize(("mode", "moe"), MODES)
 def test_in_bf16_it_is_as_near_to_f32_as_upstream(expected, tokens, half, mode, moe):
     model, upstream = half

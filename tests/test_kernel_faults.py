@@ -243,7 +243,9 @@ def test_no_threadgroup_has_more_than_512_threads():
         Schedule(simdgroups=17)
 
 
-@pytest.mark.parametrize("wrong", [{"take": 12}, {"take": 64}, {"rows": 0}, {"simdgroups": 0}, {"depth": 9}, {"cap": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"take": 12}, {"take": 64}, {"rows": 0}, {"simdgroups": 0}, {"depth": 9}, {"cap": -1}]
+)
 def test_a_schedule_that_no_text_can_follow_is_refused(wrong):
     (name,) = wrong
     with pytest.raises(SpecError, match=rf"^\[schedule\] wants .*{name}.*, got {name}="):

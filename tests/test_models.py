@@ -2,8 +2,10 @@
 
 import mlx.core as mx
 import pytest
-from conftest import make_model, rms
+from conftest import inputs, make_model, rms
 from families import DENSE, FAMILIES, NEXT
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -126,3 +128,16 @@ def test_a_rope_that_is_scaled_is_refused_and_the_rest_of_its_layer_is_not(kind)
     assert rms(decoded(model, backends="reference") - expected) < 2e-5 * rms(expected)
     with pytest.raises(RefusedError, match=r"\[layers.3\] .* rope "):
         fuse(model, backends="reference", strict=True)
+
+
+@given(st.integers(0, 9), st.integers(1, 40), st.sampled_from([(1, 1), (4, 1), (5, 3), (16, 4)]), st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_tiled_experts_are_upstreams_whatever_the_router_says(seed, S, sizes, spread):
+    E, k = sizes
+    routed = make_model(num_experts=E, num_experts_per_tok=k).layers[0].mlp.switch_mlp
+    x, key = inputs(seed, 2, S), mx.random.key(seed)
+    taste = mx.random.normal((2, S, E), key=key) * spread  # or all to the same experts
+    indices = mx.argpartition(taste, kth=-k, axis=-1)[..., -k:]
+    got, expected = models.TiledExperts(routed)(x, indices), routed(x, indices)
+    assert got.shape == expected.shape
+    assert rms(got - expected) <= 1e-5 * rms(expected)

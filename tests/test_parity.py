@@ -3,6 +3,7 @@
 import mlx.core as mx
 import pytest
 from conftest import inputs, make_model, rms
+from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache
 
@@ -83,7 +84,7 @@ def test_prefill_with_gdn_step(sim, monkeypatch, dtype, padding):
     with fuse(model, backends=sim, strict=True) as fusion:
         got, cache = steps(layer, "gdn", x, 8, padding)
         calls = fusion.report().layers[0].calls
-    assert calls == {models.PREFILL_GDN: 1, "fused": 1}
+    assert calls == {f"{models.PREFILL}, with gdn_step and tiled experts": 1, "fused": 1}
     assert [(a.shape, a.dtype) for a in content(cache)] == [(a.shape, a.dtype) for a in content(upstream_cache)]
     model.set_dtype(mx.float32)
     exact, exact_cache = steps(layer, "gdn", x.astype(mx.float32), 8, padding)
@@ -93,16 +94,38 @@ def test_prefill_with_gdn_step(sim, monkeypatch, dtype, padding):
         assert rms(ours - true) <= max(2 * rms(theirs - true), 1e-5 * rms(true))
 
 
-def test_prompts_are_upstreams_where_it_has_a_kernel_or_the_cache_a_ragged_past(sim, monkeypatch):
-    model, x = make_model(), inputs(4, 2, 5)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", ["gdn", "gqa"])
+def test_a_prompt_of_many_rows_has_tiled_experts(monkeypatch, kind, bits):
+    model = make_model(bits=bits)
+    monkeypatch.setattr(backends.BACKENDS["reference"], "prefill", True)
+    layer, mask = model.layers[LAYER[kind]], None if kind == "gdn" else "causal"
+    experts, step = layer.mlp.num_experts, {"gdn": "gdn_step and "}.get(kind, "")
+    rows = models.TILED_ROWS * experts // layer.mlp.top_k
+    x = inputs(3, 1, rows)
+    upstream, parameters = layer(x, mask=mask), dict(tree_flatten(layer.parameters()))
+    with fuse(model, backends="reference") as fusion:
+        got, few = layer(x, mask=mask), layer(x[:, :-1], mask=mask)
+        calls = fusion.report().layers[LAYER[kind]].calls
+    less = f"{models.PREFILL}, with gdn_step" if kind == "gdn" else models.PREFILL
+    assert calls == {f"{models.PREFILL}, with {step}tiled experts": 1, less: 1}
+    after = dict(tree_flatten(layer.parameters()))
+    assert after.keys() == parameters.keys()
+    assert all(after[name] is parameters[name] for name in after)
+    assert rms(got - upstream) < 1e-5 * rms(upstream)
+    assert rms(few - upstream[:, :-1]) < 1e-5 * rms(few)
+
+
+def test_the_recurrence_is_upstreams_where_it_has_a_kernel_or_the_cache_a_ragged_past(sim, monkeypatch):
+    model, x = make_model(), inputs(4, 2, 9)
     layer = model.layers[0]
-    for made, lengths in ((False, None), (True, [3, 5])):
+    for made, lengths, more in ((False, None, ""), (True, [3, 9], ", with tiled experts")):
         monkeypatch.setattr(backends.BACKENDS[sim], "prefill", made, raising=False)
         cache = ArraysCache(2)
         cache.lengths = lengths and mx.array(lengths)
         with fuse(model, backends=sim, strict=True) as fusion:
             layer(x, cache=cache)
-            assert fusion.report().layers[0].calls == {models.PREFILL: 1}
+            assert fusion.report().layers[0].calls == {models.PREFILL + more: 1}
 
 
 @pytest.mark.parametrize("kind", ["gdn", "gqa"])

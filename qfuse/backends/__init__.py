@@ -17,7 +17,8 @@ class Backend(Protocol):
     """What a backend offers. ``lower`` is called once per node, its result once per token.
 
     probes: whether fuse() checks each distinct op on it before it is used, as it does where kernels are compiled.
-    prefill: whether a prompt's recurrence goes to its gdn_step, where upstream has no kernel and loops over time.
+    prefill: whether a prompt's recurrence goes to its gdn_step, where upstream has no kernel and loops over time, and
+        its experts to qfuse.models.TiledExperts, where MLX multiplies each row by itself.
     """
 
     name: str

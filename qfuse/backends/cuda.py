@@ -36,7 +36,7 @@ class CudaBackend(KernelBackend):
     """NVIDIA GPUs, by MLX's CUDA build. Plans can be built without one; running them needs it."""
 
     name = "cuda"
-    prefill = True  # upstream loops over time there
+    prefill = True
 
     def unavailable(self) -> str | None:
         return None if mx.cuda.is_available() else "MLX has no CUDA device on this machine"
