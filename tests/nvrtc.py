@@ -42,9 +42,11 @@ START = '#include "mlx/backend/cuda/device/utils.cuh"\n#include <cooperative_gro
 
 @attrs.frozen
 class Resources:
-    """What ptxas says of one kernel: registers a thread, bytes of spills and of shared memory a block."""
+    """What ptxas says of one kernel: registers a thread, bytes of its arrays outside them and of spills, and bytes of
+    shared memory a block."""
 
     registers: int
+    stack: int
     spills: int
     shared: int
 
@@ -91,8 +93,10 @@ def compile_program(program: str, arch: str) -> dict[str, Resources]:
     for part in said.split("Compiling entry function '")[1:]:
         kernel = re.search(r"custom_kernel_(\w+?_[0-9a-f]{8})", part)
         registers, shared = re.search(r"Used (\d+) registers", part), re.search(r"(\d+) bytes smem", part)
+        stack = re.search(r"(\d+) bytes stack frame", part)
         spills = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
         assert kernel is not None, part
         assert registers is not None, part
-        found[kernel[1]] = Resources(int(registers[1]), spills, int(shared[1]) if shared else 0)
+        assert stack is not None, part
+        found[kernel[1]] = Resources(int(registers[1]), int(stack[1]), spills, int(shared[1]) if shared else 0)
     return found

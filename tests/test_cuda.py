@@ -96,12 +96,13 @@ def test_a_block_of_many_threads_leaves_each_the_registers_that_there_are(nvrtc)
     assert with_bounds.registers * 512 <= 65536 < without.registers * 512
 
 
-def test_at_production_size_nothing_spills_and_blocks_fit(nvrtc):
-    texts = {name: text_of(name, "production") for name in KERNELS}
+@pytest.mark.parametrize("B", [1, 8])
+def test_at_production_size_all_is_in_registers_and_blocks_fit(nvrtc, B):
+    texts = {name: text_of(name, "production", B=B, **({"M": B} if name == "gdn_step" else {})) for name in KERNELS}
     found = nvrtc.compile_together([nvrtc.function(*text) for text in texts.values()], "sm_90a")
     for name, (text, *_) in texts.items():
         taken = found[text.name]
         threads = 32 * REGISTRY[name].schedule("cuda").simdgroups
-        assert taken.spills == 0, f"{name} {taken}"
+        assert taken.stack == taken.spills == 0, f"{name} {taken}"
         assert taken.registers * threads <= 65536, f"{name} {taken}"
         assert taken.shared <= 32768, f"{name} {taken}"

@@ -7,6 +7,7 @@ inline void gemv(
   for (int first = 0; first < K; first += 32 * V * DEPTH) {
     int k = first + lane * V;
     gemv_take<BITS, GROUP, K>(runs, w, scales, biases, row, last, k);
+    UNROLL
     for (int i = 0; i < DEPTH && k < K; ++i, k += 32 * V) {
       float v[B][V], sum[B];
       gemv_inputs<K>(v, sum, x, k);

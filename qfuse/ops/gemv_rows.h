@@ -1,9 +1,13 @@
 #include "gemv_load.h"
+// Before a loop over an array of a thread's own: in a loop that stays one, such an array is not in registers.
+#define UNROLL _Pragma("unroll")
+
 // Rows of an affine-quantised matrix times B vectors: a simdgroup takes R rows, a lane V inputs of a group at a time.
 // A row past the last repeats it, so that no load is out of bounds: the caller masks the store.
 
 template <int K, int B, int V, typename X>
 inline void gemv_inputs(thread float (&v)[B][V], thread float (&sum)[B], X x, int k) {
+  UNROLL
   for (int b = 0; b < B; ++b) {
     gemv_load(v[b], x, b * K, k);
     sum[b] = 0;
@@ -32,7 +36,9 @@ struct GemvRun {
 template <int BITS, int GROUP, int K, int N, int R, int V, typename S>
 inline void gemv_take(
     thread GemvRun<BITS, V> (&runs)[N][R], const device uint* w, S scales, S biases, int row, int last, int k) {
+  UNROLL
   for (int i = 0; i < N; ++i, k += 32 * V)
+    UNROLL
     for (int r = 0; r < R && k < K; ++r) {
       const int n = metal::min(row + r, last), g = n * (K / GROUP) + k / GROUP;
       gemv_words<BITS % 4 == 0>(runs[i][r].codes, w + n * (K / 32 * BITS) + k / 8 * BITS / 4);
@@ -45,9 +51,11 @@ template <int BITS, int R, int B, int V>
 inline void gemv_dot(
     thread float (&acc)[R][B], thread float (&v)[B][V], thread float (&sum)[B], thread GemvRun<BITS, V> (&runs)[R]) {
   constexpr float MIDDLE = 1 << (BITS - 1);
+  UNROLL
   for (int r = 0; r < R; ++r) {
     const float scale = runs[r].scale, bias = runs[r].bias + MIDDLE * scale;
     float dot[B] = {};
+    UNROLL
     for (int i = 0; i < V; ++i) {
       const uint code = gemv_code<BITS>(runs[r].codes, i);
       const float u = as_type<float>(code | 75u << 24) - (8388608 + MIDDLE);  // the bits of 2^23 + code

@@ -33,7 +33,7 @@ class OProjRouter(Op):
     accuracy = "approximate"  # M1 and Wf are rounded when they are folded
     kernel_needs = ("w_o.bits in (2, 3, 4, 5, 6, 8)", "Ka % 32 == 0", "H % 8 == 0")
     tiles = "(H + part - 1) // part + (E + simdgroups - 1) // simdgroups"
-    schedules = {"metal": Schedule(rows=2, simdgroups=8), "cuda": Schedule(rows=2, simdgroups=8, take=16, depth=4)}
+    schedules = {"metal": Schedule(rows=2, simdgroups=8), "cuda": Schedule(rows=2, simdgroups=8, take=16)}
     samples = {
         "production": {"H": 2048, "Ka": 4096, "E": 256, "B": 1},
         "small": {"H": 128, "Ka": 64, "E": 8, "B": 2},
