@@ -31,8 +31,8 @@ struct GemvRun {
   float scale, bias;
 };
 
-// A lane's runs of R rows from input k on, N of them 32 V apart. No load is put off past the end of this: a compiler
-// would put one off until its value is used.
+// A lane's runs of R rows from input k on, N of them 32 V apart. If there are several, none of their loads is put off
+// past the end of this: a compiler would put one off until its value is used.
 template <int BITS, int GROUP, int K, int N, int R, int V, typename S>
 inline void gemv_take(
     thread GemvRun<BITS, V> (&runs)[N][R], const device uint* w, S scales, S biases, int row, int last, int k) {
