@@ -40,7 +40,7 @@ class FusedLayer:
         self.calls: Counter[str] = Counter()
         self._places = models.places(layer, adapter)
         self._changed: str | None = None
-        self._step = _recurrence(adapter, fusion)
+        self._mixer = _prompts_mixer(adapter, fusion)
         self._tiled = adapter.part != "mixer" and backend_table.find(fusion.backends[0]).prefill
         self._plans: dict[tuple[str, mx.Dtype, bool, bool], Plan] = {}
 
@@ -78,13 +78,13 @@ class FusedLayer:
 
     def _prompt(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
         """A prompt by upstream's modules with what the backend has for it, or None where that is nothing."""
-        step = self._step if self._step and self.adapter.refuses(x, mask, cache) is None else None
+        mixer = self._mixer if self._mixer and self.adapter.refuses(x, mask, cache) is None else None
         mlp = models.tiled_experts(layer, x) if self._tiled else None
-        if step is None and mlp is None:
+        if mixer is None and mlp is None:
             return None
-        ours = {"gdn_step": step, "tiled experts": mlp}
+        ours = {"gdn_step": mixer, "tiled experts": mlp}
         self.calls[f"{PREFILL}, with {' and '.join(name for name in ours if ours[name] is not None)}"] += 1
-        return self.adapter.prompt(layer, x, mask, cache, step, layer.mlp if mlp is None else mlp)
+        return models.after_mixer(layer, x, (mixer or self.adapter.mix)(layer, x, mask, cache), mlp)
 
     def _run(self, part: str, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
         adapter = self.adapter
@@ -98,8 +98,7 @@ class FusedLayer:
         out = adapter.decode(self.plan(x.dtype, mask is not None, adapter.long(cache)), x, mask, cache)
         if part == "layer":
             return out
-        h = x + out
-        return h + layer.mlp(layer.post_attention_layernorm(h))
+        return models.after_mixer(layer, x, out)
 
     def refuses(self, layer: nn.Module, x: mx.array, cache: Any) -> str | None:
         """Why no step of this shape is fused, or None. Where a sequence begins, the layer's weights are looked at."""
@@ -133,14 +132,14 @@ class FusedLayer:
         return plan
 
 
-def _recurrence(adapter: Adapter, fusion: Fusion) -> Callable[..., Any] | None:
-    """gdn_step for an adapter's prompts, where the first backend that takes the op is made for them."""
+def _prompts_mixer(adapter: Adapter, fusion: Fusion) -> Callable[..., mx.array] | None:
+    """The mixer for an adapter's prompts with gdn_step, where the first backend that takes the op is made for them."""
     if not isinstance(adapter, GDNAdapter) or adapter.part == "moe" or adapter.dims["merged"]:
         return None
     op = make(GDNStep, adapter.dims)
     chosen = (backend_table.find(name) for name in fusion.backends)
     backend = next((backend for backend in chosen if backend.refuses(op) is None), None)
-    return backend.lower(op, {}) if backend and backend.prefill else None
+    return partial(adapter.recur, backend.lower(op, {})) if backend and backend.prefill else None
 
 
 @attrs.frozen(kw_only=True)

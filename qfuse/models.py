@@ -90,11 +90,6 @@ class Adapter(Protocol):
     def mix(self, layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array:
         """The mixer by upstream's own modules: r [B, 1, H]."""
 
-    def prompt(
-        self, layer: nn.Module, x: mx.array, mask: Any, cache: Any, step: Callable[..., Any] | None, mlp: nn.Module
-    ) -> mx.array:
-        """A prompt, x [B, S, H] → [B, S, H], by upstream's own modules, but for ``mlp`` and for a GDN's ``step``."""
-
     def refuses(self, x: mx.array, mask: Any, cache: Any) -> str | None:
         """Why the mixer of this call cannot be fused, or None. Raises TypeError on a cache of the wrong class."""
 
@@ -220,13 +215,6 @@ class LayerAdapter:
         self.keep(cache, *states)
         return out.reshape(x.shape)
 
-    def prompt(
-        self: Any, layer: nn.Module, x: mx.array, mask: Any, cache: Any, step: Callable[..., Any] | None, mlp: nn.Module
-    ) -> mx.array:
-        r = self.mix(layer, x, mask, cache) if step is None else self.recur(step, layer, x, mask, cache)
-        h = x + r
-        return h + mlp(layer.post_attention_layernorm(h))
-
 
 @attrs.frozen
 class TiledExperts:
@@ -255,6 +243,15 @@ class TiledExperts:
         y = x.reshape(-1, x.shape[-1])[source].reshape(tiles, TILE, -1)
         y = down(self.routed.activation(up(y, of_tile), gate(y, of_tile)), of_tile)
         return y.reshape(tiles * TILE, -1)[place[mx.argsort(order)]].reshape(*indices.shape, -1)
+
+
+def after_mixer(layer: nn.Module, x: mx.array, r: mx.array, mlp: nn.Module | None = None) -> mx.array:
+    """A layer's output by upstream's modules, from its input and its mixer's output, each [B, S, H].
+
+    mlp: in place of the layer's own.
+    """
+    h = x + r
+    return h + (layer.mlp if mlp is None else mlp)(layer.post_attention_layernorm(h))
 
 
 def tiled_experts(layer: nn.Module, x: mx.array) -> nn.Module | None:

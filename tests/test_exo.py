@@ -216,5 +216,6 @@ def test_a_prompt_with_gdn_step_sums_a_sharded_mixer_once(monkeypatch, wrapped):
         model.shard(one)
     layer, x = model.layers[0], mx.random.normal((2, 5, 256), key=mx.random.key(1))
     adapter = models.adapt(layer, fold_router=False)
-    got = adapter.prompt(layer, x, None, None, make(GDNStep, adapter.dims).reference, layer.mlp)
+    r = adapter.recur(make(GDNStep, adapter.dims).reference, layer, x, None, None)
+    got = models.after_mixer(layer, x, r)
     assert rms(got - layer(x)) < 1e-5 * rms(got)
