@@ -15,6 +15,7 @@ inline void gate_up(
     int k = first + lane * V;
     gemv_take<GB, GG, K>(g, gw + n / 32 * GB, gs + n / GG, gb + n / GG, row, N - 1, k);
     gemv_take<UB, UG, K>(u, uw + n / 32 * UB, us + n / UG, ub + n / UG, row, N - 1, k);
+    UNROLL
     for (int i = 0; i < HALF && k < K; ++i, k += 32 * V) {
       float v[B][V], sum[B];
       gemv_inputs<K>(v, sum, x, k);
